@@ -7,6 +7,7 @@ CheckpointError
 ├── StorageUnreachable    storage does not answer or refuses to be read; the checkpoints may be valid
 ├── CommitConflict        the step is already committed with other content
 ├── Fenced                a newer attempt has begun; this one may no longer write
+├── DamagedMemory         a snapshot's bytes changed in memory; also an OSError
 ├── CommitFailed          storage refused the write; training may go on, the next save tries again
 ├── ReplicasDrifted       ranks that must hold equal state do not
 ├── NonFinite             gradients are NaN or infinite
@@ -108,6 +109,10 @@ class Fenced(CheckpointError):
 
 class CommitFailed(CheckpointError):
     """Storage refused part of a checkpoint."""
+
+
+class DamagedMemory(CheckpointError, OSError):
+    """A snapshot's bytes have changed in memory since they were captured: it is not published."""
 
 
 class ReplicasDrifted(CheckpointError):

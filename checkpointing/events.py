@@ -307,7 +307,15 @@ class TierFailure(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneFailed(TierFailure, name="prune_failed"):
-    """Retention could not remove checkpoints."""
+    """Retention could not remove checkpoints; it goes on around them, and tries them again later.
+
+    Attributes:
+        steps: Steps of all that could not be removed since this runner started.
+        held_bytes: Size of their files.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

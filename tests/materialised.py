@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from checkpointing.rank.device import Host
-from checkpointing.rank.file_images import FileImage, copy_literals, copy_tensors, place, shares
+from checkpointing.rank.file_images import FileImage, copy_literals, copy_tensors, place, placed_literals, shares
 
 
 def materialise(images: list[FileImage], folder: Path, num_shares: int = 1) -> None:
@@ -13,6 +13,6 @@ def materialise(images: list[FileImage], folder: Path, num_shares: int = 1) -> N
     buffer = memoryview(bytearray(nbytes))
     for share in range(num_shares):
         copy_tensors(shares(placed, share, num_shares), buffer, Host())
-    copy_literals(placed, buffer)
+    copy_literals(placed_literals(placed), buffer)
     for file in placed:
         (folder / file.image.name).write_bytes(buffer[file.offset : file.offset + file.image.nbytes])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from checkpointing.digest import PART_BYTES
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.memory import DEFAULT_SHARE, available_bytes
 from checkpointing.shards import ShardParts
@@ -16,6 +17,7 @@ from checkpointing.shared_memory import SharedMemory, round_up
 from checkpointing.split import Split
 from checkpointing.threads import side_by_side
 from checkpointing.together import Begun, Together
+from checkpointing.word_sum import added, word_sum
 
 NUM_ARENAS = 2
 _GROWTH_SHARE = 64
@@ -42,6 +44,7 @@ class Arena:
         step: Step of the snapshot.
         stage: Name of the snapshot's stage.
         copied_by: Local ranks that have copied their share.
+        words: Sum of the words that each local rank has copied, of their source, and their size; see `word_sum`.
         info: Where in its run the snapshot was taken; None until the leader has copied.
         files: Name, offset and size in bytes of each file image.
         together: The save, where the snapshot is only this node's share of a state.
@@ -68,6 +71,7 @@ class Arena:
     step: int = -1
     stage: str = ""
     copied_by: set[int] = field(default_factory=set)
+    words: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     info: SnapshotInfo | None = None
     files: list[tuple[str, int, int]] = field(default_factory=list)
     together: Together | None = None
@@ -101,11 +105,43 @@ class Arena:
         """Forget the last snapshot, and begin that of a step."""
         self.state, self.step, self.stage = state, step, stage
         self.copied_by.clear()
+        self.words.clear()
         self.receiving.clear()
         self.digests, self.parts, self.guests, self.together, self.begun, self.split = {}, {}, {}, None, None, None
         self.digested = threading.Event()
         self.commit_wanted = self.damaged = self.publishes = False
         self.is_saved = self.is_spent = self.is_old = False
+
+    def digest(self) -> str | None:
+        """Compute the digests of all files; return what is wrong with their bytes, if anything is.
+
+        The digests come first: bytes that change between them and the sum are found, too.
+        """
+        for name, offset, size in self.files:
+            self.parts[name] = ShardParts.of(self.view(offset, size))
+            self.digests[name] = self.parts[name].digest
+        captured = [one[0] for one in self.words.values() if one is not None]
+        nbytes = sum(one[1] for one in self.words.values() if one is not None)
+        if nbytes != sum(size for *_, size in self.files):
+            # Some are not known; or several ranks have copied the same bytes, which their sum counts twice.
+            return None
+        arrived = added([word_sum(self.view(offset, size), offset) for _, offset, size in self.files])
+        if arrived == added(captured):
+            return None
+        return "what arrived in memory is not what was captured: something else wrote to it, or to the state meanwhile"
+
+    def changed_bytes(self, name: str) -> str | None:
+        """Compare a file's bytes with their digest once more; return where they differ, if they do."""
+        offset, size = next(place[1:] for place in self.files if place[0] == name)
+        now = ShardParts.of(self.view(offset, size)).digests
+        for number, (before, after) in enumerate(zip(self.parts[name].digests, now, strict=True)):
+            if before != after:
+                begin = number * PART_BYTES
+                return (
+                    f"{name} has changed in memory since it was captured, in bytes {begin:,} to "
+                    f"{min(begin + PART_BYTES, size):,} (arena {self.number}, offset {offset + begin:#x})"
+                )
+        return None
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes, as into a file.

@@ -275,6 +275,7 @@ class AgentClient:
         together: Together | None = None,
         split: Split | None = None,
         receives: bool = False,
+        words: tuple[int, int] | None = None,
     ) -> None:
         """Report that this rank has copied its share of a snapshot.
 
@@ -290,8 +291,9 @@ class AgentClient:
             together: The save, where the files are only this node's share of the state.
             split: The save, where other nodes hold the same snapshot, and write parts of it.
             receives: This rank is about to receive a copy of another node's shard; then `received` must follow.
+            words: Sum of the words that it has copied, of their source, and their size in bytes; None if not known.
         """
-        message: Message = {"do": "staged", "step": step, "arena": arena, "receives": receives}
+        message: Message = {"do": "staged", "step": step, "arena": arena, "receives": receives, "words": words}
         if self._is_leader:
             message |= {"files": list(files), "world_size": world_size, "samples_consumed": samples_consumed}
             message |= {"retention": asdict(retention), "metrics": dict(metrics or {}), "commit": commit}

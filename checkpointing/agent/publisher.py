@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -15,8 +16,8 @@ from checkpointing.agent.reporting import Clock, progress_reporter, text_of
 from checkpointing.agent.results import Report, SharesWritten
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
-from checkpointing.errors import Fenced
-from checkpointing.events import CommitFailed, Committed, Pruned, PruneFailed
+from checkpointing.errors import DamagedMemory, Fenced
+from checkpointing.events import CommitFailed, Committed, Pruned, PruneFailed, SnapshotDamaged
 from checkpointing.events import Fenced as FencedEvent
 from checkpointing.manifest import Manifest, SnapshotInfo
 from checkpointing.retention import Retention, steps_to_remove
@@ -30,6 +31,8 @@ Outcome = Committed | CommitFailed
 logger = logging.getLogger("checkpointing")
 # Saves of several nodes that fail one after the other before an attempt does without.
 _MOST_MISSES = 2
+# Checkpoints in a row that cannot be removed before the others have to wait for the next time.
+_MOST_REFUSALS = 3
 
 
 class Publisher:
@@ -66,6 +69,8 @@ class Publisher:
         self._local_retention, self._flush_retries, self._clock = local_retention, flush_retries, clock
         self._duty = duty
         self._meetings = _Meetings()
+        # By tier: sizes of the checkpoints that could not be removed, by step.
+        self._stuck: dict[str, dict[int, int]] = {}
 
     def commit(self, arena: Arena, storage: Storage, split: Split | None = None) -> Outcome:
         """Publish an arena's snapshot, once its attempt has begun. Its digests are awaited file by file.
@@ -79,7 +84,8 @@ class Publisher:
         self._fencer.wait_until_answered()
 
         def digest_of(name: str) -> str:
-            arena.digested.wait()
+            # Asked once the file has been written, from the same memory.
+            self._check_unchanged(arena, name)
             return arena.digests[name]
 
         files = [
@@ -109,6 +115,29 @@ class Publisher:
             self._meetings.add(attempt, save.gave_up is None)
         return outcome
 
+    def _check_unchanged(self, arena: Arena, name: str) -> None:
+        """Check that a file that has just been written is what was captured.
+
+        Raises:
+            DamagedMemory: It is not; the snapshot is not published, nor resumed from.
+        """
+        arena.digested.wait()
+        problem = None if arena.damaged else arena.changed_bytes(name)
+        if problem is not None:
+            arena.damaged = True
+            self._report(SnapshotDamaged(step=arena.step, reason=problem), None)
+        if arena.damaged:
+            raise DamagedMemory(f"checkpoint-{arena.step} is damaged in memory" if problem is None else problem)
+
+    def _checked(self, arena: Arena, files: Sequence[HeldFile]) -> list[HeldFile]:
+        """Return the same files; the digests of their parts, asked for once they are written, are of what they are."""
+
+        def parts(name: str) -> ShardParts:
+            self._check_unchanged(arena, name)
+            return arena.parts[name]
+
+        return [dataclasses.replace(file, parts=functools.partial(parts, file.name)) for file in files]
+
     def begin_together(self, arena: Arena) -> Begun:
         """Let the other nodes write their shards of a snapshot.
 
@@ -135,7 +164,8 @@ class Publisher:
             return self._fencer.current.attempt <= attempt and not self._duty.commits
 
         try:
-            self._meetings.add(attempt, write_portion(durable, arena.info, split, held, is_wanted))
+            files = self._checked(arena, held)
+            self._meetings.add(attempt, write_portion(durable, arena.info, split, files, is_wanted))
         except Exception as error:
             # The journal of the node that commits says so; the agent's log has the reason.
             logger.warning("the parts of checkpoint-%d could not be written: %s", arena.step, text_of(error))
@@ -148,7 +178,7 @@ class Publisher:
         self._fencer.wait_until_answered()
         durable = self._tiers.durable
         try:
-            write_shards(durable, arena.info, arena.together, _shards(arena))
+            write_shards(durable, arena.info, arena.together, self._checked(arena, _shards(arena)))
         except Exception as error:
             return CommitFailed(step=arena.step, tier=self._tiers.name(durable), error=text_of(error))
         finally:
@@ -234,15 +264,35 @@ class Publisher:
         retention = self.retention if storage is self._tiers.durable else self._local_retention
         if retention is None:
             return
+        stuck = self._stuck.setdefault(tier, {})
         try:
-            doomed = steps_to_remove(committed_at(storage), retention)
+            committed = committed_at(storage)
+            sizes = {manifest.step: manifest.total_bytes for manifest in committed}
+            doomed = steps_to_remove(committed, retention)
             kept = spared() if doomed else ()
-            for step in doomed:
-                if step not in kept:
-                    storage.remove(step)
-                    self._report(Pruned(step=step, tier=tier), None)
         except Exception as error:
             self._report(PruneFailed(tier=tier, error=text_of(error)), None)
+            return
+        failures = 0
+        # Those that could not be removed before come last: others must not wait for them.
+        for step in sorted(set(doomed) - set(kept), key=lambda step: (step in stuck, step)):
+            try:
+                storage.remove(step)
+            except Exception as error:
+                is_new, failures = step not in stuck, failures + 1
+                stuck[step] = sizes[step]
+                if is_new:
+                    held = sum(stuck.values())
+                    self._report(
+                        PruneFailed(tier=tier, error=text_of(error), steps=sorted(stuck), held_bytes=held), None
+                    )
+                if failures == _MOST_REFUSALS:
+                    # The place does not answer, most likely, and each call may take a minute to say so.
+                    return
+            else:
+                failures = 0
+                stuck.pop(step, None)
+                self._report(Pruned(step=step, tier=tier), None)
 
 
 class _Meetings:

@@ -168,6 +168,7 @@ class Scheduler:
         content: SnapshotContent | None,
         *,
         receives: bool = False,
+        words: tuple[int, int] | None = None,
     ) -> None:
         """Note that a rank has copied its share; once all have, the snapshot is whole.
 
@@ -178,11 +179,13 @@ class Scheduler:
             local_world_size: Ranks of this node.
             content: What the snapshot is; from the node's leader alone.
             receives: The rank is about to receive a copy of another node's shard, see `received`.
+            words: Sum of the words that the rank has copied, of their source, and their size; None if not known.
         """
         arena = self._filling(number, step)
         if arena is None:
             return
         arena.copied_by.add(local_rank)
+        arena.words[local_rank] = words
         if receives:
             arena.receiving.add(local_rank)
         if content is not None:

@@ -243,7 +243,9 @@ class Agent:
         number, step = int(message["arena"]), int(message["step"])
         receives = bool(message["receives"])
         local_rank, local_world_size = client.local_rank, client.local_world_size
-        self._scheduler.copied(number, step, local_rank, local_world_size, content, receives=receives)
+        said = message.get("words")
+        words = (int(said[0]), int(said[1])) if said is not None else None
+        self._scheduler.copied(number, step, local_rank, local_world_size, content, receives=receives, words=words)
         self._answer_waiting()
 
     # -- answers that had to wait --------------------------------------------------------------------------------

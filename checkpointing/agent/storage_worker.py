@@ -25,9 +25,8 @@ from checkpointing.agent.sidecars import SidecarWriter
 from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.agent.uploader import Uploader
 from checkpointing.catalog import CatalogEntry
-from checkpointing.events import CommitFailed, Committed
+from checkpointing.events import CommitFailed, Committed, SnapshotDropped
 from checkpointing.retention import Retention
-from checkpointing.shards import ShardParts
 from checkpointing.split import Split
 from checkpointing.threads import in_background
 from checkpointing.tiers import Tiers
@@ -204,9 +203,10 @@ class StorageWorker:
         self.upload_due()
 
     def _digest(self, arena: Arena) -> None:
-        for name, offset, size in arena.files:
-            arena.parts[name] = ShardParts.of(arena.view(offset, size))
-            arena.digests[name] = arena.parts[name].digest
+        problem = arena.digest()
+        if problem is not None:
+            arena.damaged = True
+            self._report(SnapshotDropped(step=arena.step, reason=problem), None)
         arena.digested.set()
         self._report(Digested(), arena)
 

@@ -128,12 +128,15 @@ def copy_tensors(extents: Sequence[Extent], buffer: memoryview, device: Device) 
             device.copy(buffer, extent.offset, extent.source)
 
 
-def copy_literals(placed: Sequence[PlacedFile], buffer: memoryview) -> None:
-    """Copy everything but the tensors into the arena."""
-    for file in placed:
-        for offset, data in file.image.literals:
-            start = file.offset + offset
-            buffer[start : start + len(data)] = data
+def placed_literals(placed: Sequence[PlacedFile]) -> list[tuple[int, bytes]]:
+    """Return everything but the tensors, with its places in the arena."""
+    return [(file.offset + offset, data) for file in placed for offset, data in file.image.literals]
+
+
+def copy_literals(literals: Sequence[tuple[int, bytes]], buffer: memoryview) -> None:
+    """Copy them into the arena."""
+    for offset, data in literals:
+        buffer[offset : offset + len(data)] = data
 
 
 def pieces(image: FileImage, window: memoryview, device: Device) -> Iterator[memoryview]:
@@ -152,7 +155,7 @@ def pieces(image: FileImage, window: memoryview, device: Device) -> Iterator[mem
                 part.tensors.append((offset + first - position, tensor[first:last]))
         placed = [PlacedFile(part, 0)]
         copy_tensors(shares(placed, 0, 1), window, device)
-        copy_literals(placed, window)
+        copy_literals(placed_literals(placed), window)
         device.mark().wait()
         yield window[:nbytes]
         position += nbytes

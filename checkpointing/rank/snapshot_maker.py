@@ -19,6 +19,7 @@ from checkpointing.rank.captured_state import CapturedState, completed
 from checkpointing.rank.copy_thread import Copy
 from checkpointing.rank.direct_commit import DirectCommit
 from checkpointing.rank.file_images import Extent, FileImage, PlacedFile, blob_image
+from checkpointing.rank.fingerprint import SourceSum
 from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.rank_files import differing_buffers, own_objects
 from checkpointing.rank.ranks import Ranks
@@ -129,7 +130,8 @@ class SnapshotMaker:
             return
         number, buffer = acquired
         failpoint("snapshot.copying")
-        extents = self._copy_share(pending, placed, layout.num_foreign, buffer, copy)
+        sums = SourceSum()
+        extents = self._copy_share(pending, placed, layout.num_foreign, buffer, copy, sums)
         copy.copied_s = time.thread_time() - cpu_began
         copy.copied(state.changed)
         why_not = self._why_unusable(pending, copy, extents, buffer)
@@ -139,8 +141,8 @@ class SnapshotMaker:
         if why_not is not None:
             self._client.abandon(request.step, number, why_not)
             return
-        if ranks.local_rank == 0:
-            file_images.copy_literals(placed, buffer)
+        literals = file_images.placed_literals(placed) if ranks.local_rank == 0 else []
+        file_images.copy_literals(literals, buffer)
         failpoint("snapshot.copied")
         # What training waits for is about to be in storage, and to be the last.
         is_last = request.commit and request.wait
@@ -161,6 +163,7 @@ class SnapshotMaker:
             together=layout.together,
             split=split,
             receives=buddies is not None,
+            words=sums.total(buffer, literals),
         )
         if buddies is not None:
             own, guest = (
@@ -268,6 +271,7 @@ class SnapshotMaker:
         num_foreign: int,
         buffer: memoryview,
         copy: Copy,
+        sums: SourceSum,
     ) -> list[Extent]:
         """Copy this rank's share of the tensors into the arena, the further states first; return the rest of it."""
         if any(is_gone(tensor) for file in placed for _, tensor in file.image.tensors):
@@ -283,8 +287,10 @@ class SnapshotMaker:
             # A copy into memory that is not pinned yet says nothing about the cost of later ones.
             pending.is_typical = not self._pinning.want(buffer, extents)
         file_images.copy_tensors(volatile, buffer, copy.device)
+        sums.add(volatile)
         copy.volatile_done()
         file_images.copy_tensors(rest, buffer, copy.device)
+        sums.add(rest)
         if pending.samples is not None:
             pending.samples.read_again()
         return rest

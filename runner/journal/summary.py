@@ -14,6 +14,8 @@ from checkpointing.events import (
     CommitFailed,
     Committed,
     Log,
+    Pruned,
+    PruneFailed,
     SlowRanks,
     SnapshotSkipped,
     TrainingStarted,
@@ -65,6 +67,18 @@ class RunState(Enum):
         return self in (RunState.FINISHED, RunState.PREEMPTED, RunState.FAILED)
 
 
+@dataclass(frozen=True)
+class Stuck:
+    """Checkpoints that retention could not remove: their steps, their size in bytes, and why the last one stays."""
+
+    steps: list[int]
+    held_bytes: int
+    error: str
+
+
+_NOTHING_STUCK = Stuck([], 0, "")
+
+
 @dataclass
 class RunSummary:
     """The fold of a journal.
@@ -94,6 +108,7 @@ class RunSummary:
         skipped_snapshots: Snapshots for which no memory was free.
         failed_commits: Checkpoints that could not be published.
         last_failed_commit: Why the newest of them could not.
+        stuck: By tier, checkpoints that retention could not remove: their steps, their size in bytes, and why.
         quarantined: Where invalid checkpoints are kept.
         malformed_events: Lines of the journal that are damaged.
         lost_steps: Steps that had to be recomputed.
@@ -125,6 +140,7 @@ class RunSummary:
     skipped_snapshots: int = 0
     failed_commits: int = 0
     last_failed_commit: str = ""
+    stuck: dict[str, Stuck] = field(default_factory=dict)
     quarantined: list[str] = field(default_factory=list)
     malformed_events: int = 0
     lost_steps: int = 0
@@ -221,6 +237,10 @@ def _fold(run: RunSummary, entry: Entry) -> None:
             run.skipped_snapshots += 1
         case CheckpointQuarantined(kept_as=kept_as):
             run.quarantined.append(kept_as)
+        case PruneFailed(tier=tier, error=error, steps=steps, held_bytes=held_bytes) if steps:
+            run.stuck[tier] = Stuck(list(steps), held_bytes, error)
+        case Pruned(tier=tier, step=step) if step in run.stuck.get(tier, _NOTHING_STUCK).steps:
+            run.stuck.pop(tier)
         case AttemptEnded(step=step):
             run.step = step
         case Backoff():

@@ -15,6 +15,7 @@ from checkpointing.events import (
     FetchFailed,
     Log,
     MemoryShort,
+    PruneFailed,
     Resumed,
     SlowRanks,
     SnapshotDamaged,
@@ -42,6 +43,7 @@ class AgentEvents:
         batch: How the ranks say that they divide a step; None before that.
         fenced: Why no attempt of this runner may write any longer; None while it may.
         commit_s: Seconds that the last commit took; None before the first.
+        damaged: Why snapshots were found to be damaged in this node's memory, in this session.
         slow: Which ranks of the running attempt compute more slowly than the others; None if none was found yet.
     """
 
@@ -52,6 +54,7 @@ class AgentEvents:
         self.fenced: str | None = None
         self.commit_s: float | None = None
         self.slow: SlowRanks | None = None
+        self.damaged: list[str] = []
         # By tier: saves that failed since the last successful one, and why the newest did.
         self._failed_saves: dict[str, tuple[int, str]] = {}
         # The newest step that was recorded from heartbeats, and when.
@@ -132,6 +135,9 @@ class AgentEvents:
                 say(f"the {tier} checkpoints cannot be reached: {reason}")
             case StorageRetried(tier=tier, count=count, reason=reason):
                 say(f"retried {count} storage calls ({tier} checkpoints); the last one failed with: {reason}")
+            case PruneFailed(tier=tier, error=error, steps=steps, held_bytes=nbytes) if steps:
+                names = ", ".join(f"checkpoint-{step}" for step in steps[:3]) + (", …" if steps[3:] else "")
+                say(f"{names} ({tier}, {nbytes / 1e9:,.1f} GB) cannot be removed, others are: {error}")
             case Fetched(step=step, nbytes=nbytes, duration_s=seconds):
                 say(f"read checkpoint-{step} into memory: {nbytes / 1e6:,.1f} MB in {seconds:.1f} s")
             case Resumed():
@@ -141,6 +147,7 @@ class AgentEvents:
             case MemoryShort(reason=reason):
                 say(f"memory for snapshots is short: {reason}")
             case SnapshotDamaged(step=step, reason=reason) | SnapshotDropped(step=step, reason=reason) if reason:
+                self.damaged += [reason] if isinstance(event, SnapshotDamaged) else []
                 say(f"the snapshot of step {step} is not used: {reason}")
             case CheckpointQuarantined(step=step, reason=reason, kept_as=kept_as):
                 say(f"checkpoint-{step} is not used: {reason}; kept as {kept_as}")

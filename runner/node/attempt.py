@@ -34,6 +34,10 @@ _SOON_S = 0.05
 _CAUSE_GRACE_S = 0.5
 
 
+# Snapshots that change in a node's memory before it counts as faulty.
+_MOST_DAMAGED = 2
+
+
 class Attempt:
     """Watches an attempt until the launcher has reported its end.
 
@@ -221,6 +225,9 @@ class Attempt:
             self.end(Failure(FailureKind.AGENT_LOST, "the checkpoint agent died, or stopped answering"))
         elif self._checkpoints.fenced is not None:
             self.end(Failure(FailureKind.FENCED, self._checkpoints.fenced))
+        elif len(self._checkpoints.damaged) >= _MOST_DAMAGED:
+            cause = f"{_MOST_DAMAGED} snapshots were damaged in this node's memory, the last one: "
+            self.end(Failure(FailureKind.BAD_NODE, cause + self._checkpoints.damaged[-1]))
 
     def _check_hang(self, now: float, others_busy: bool) -> None:
         found = self.hangs.look(self.heartbeats(), now, others_busy=others_busy, ending=self.result is not None)

@@ -84,6 +84,9 @@ def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -
     facts.add_row("committed", Text("; ".join(committed) or "nothing yet"))
     if run.failed_commits:
         facts.add_row("failed saves", Text(f"{run.failed_commits}, the last one: {run.last_failed_commit}", "yellow"))
+    for tier, stuck in run.stuck.items():
+        text = f"{len(stuck.steps)} checkpoints ({tier}), {stuck.held_bytes / 1e9:,.1f} GB: {stuck.error}"
+        facts.add_row("not removed", Text(text, "yellow"))
     for kept in run.quarantined:
         facts.add_row("quarantined", Text(kept))
     if run.malformed_events:

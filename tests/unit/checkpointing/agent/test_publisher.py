@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,59 @@ def test_a_place_that_refuses_to_remove_is_reported(monkeypatch: pytest.MonkeyPa
     store.refuses = "access denied"
     publisher.prune(tiers.durable)
     assert reports.results == [PruneFailed(tier="remote", error="access denied")]
+
+
+class LockedStore(Store):
+    """Refuses to delete some checkpoints, as a bucket with object lock does."""
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__()
+        self.locked, self.asked = set(steps), list[int]()
+
+    def delete(self, keys: Sequence[str]) -> None:
+        keys = list(keys)
+        step = int(keys[0].split("/")[0].rpartition("-")[2])
+        self.asked.append(step)
+        if step in self.locked:
+            raise PermissionError(13, "object is locked")
+        super().delete(keys)
+
+
+def test_pruning_goes_on_around_what_cannot_be_removed() -> None:
+    store, reports = LockedStore(1), Reports()
+    tiers = Tiers(ObjectStorage(store))
+    publisher = publisher_of(tiers, reports)
+    publisher.retention = Retention(1)
+    for step in (1, 2, 3):
+        save(tiers.durable, step)
+    publisher.prune(tiers.durable)
+    (failed, pruned) = reports.results
+    assert isinstance(failed, PruneFailed) and pruned == Pruned(step=2, tier="remote")
+    assert (failed.steps, failed.held_bytes, failed.error) == ([1], len(STATE), "object is locked")
+    # It is said once; what is new is.
+    reports.clear()
+    store.locked.add(3)
+    for step in (4, 5):
+        save(tiers.durable, step)
+    publisher.prune(tiers.durable)
+    assert [(one.steps if isinstance(one, PruneFailed) else one.step) for one in reports.results] == [[1, 3], 4]  # type: ignore[union-attr]
+    # It is tried again, after the others.
+    reports.clear()
+    store.locked.clear()
+    publisher.prune(tiers.durable)
+    assert [one.step for one in reports.results] == [1, 3]  # type: ignore[union-attr]
+
+
+def test_a_place_that_refuses_everything_is_not_asked_for_each() -> None:
+    store = LockedStore(*range(1, 20))
+    tiers = Tiers(ObjectStorage(store))
+    publisher = publisher_of(tiers, Reports())
+    publisher.retention = Retention(1)
+    for step in range(1, 20):
+        save(tiers.durable, step)
+    publisher.prune(tiers.durable)
+    assert len(set(store.asked)) == 3
+    # The next time, others are tried first.
+    store.locked = {1, 2, 3}
+    publisher.prune(tiers.durable)
+    assert tiers.catalog.committed_steps() == [1, 2, 3, 19]

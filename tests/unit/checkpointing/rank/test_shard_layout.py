@@ -7,7 +7,15 @@ from thread_ranks import run_ranks
 
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.device import Host
-from checkpointing.rank.file_images import Extent, FileImage, PlacedFile, copy_literals, copy_tensors, shares
+from checkpointing.rank.file_images import (
+    Extent,
+    FileImage,
+    PlacedFile,
+    copy_literals,
+    copy_tensors,
+    placed_literals,
+    shares,
+)
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.shard_layout import ShardLayout
 from checkpointing.shard_reading import PartCache, PartReader, read_range
@@ -33,7 +41,7 @@ def laid_out(ranks: Ranks) -> tuple[list[FileImage], bytes, Together, dict[str, 
     for shard in shards:
         buffer, placed = memoryview(bytearray(shard.nbytes)), [PlacedFile(shard, 0)]
         copy_tensors(shares(placed, ranks.local_rank, ranks.local_world_size), buffer, Host())
-        copy_literals(placed, buffer)
+        copy_literals(placed_literals(placed), buffer)
         contents[shard.name] = bytes(buffer)
     return shards, index, together, contents
 

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 from journals import entries
+from rich.console import Console
 
 from runner.journal.ledger import CAUSES
 from runner.journal.summary import RunState, render, summarise
+from runner.ui.status import panel
 
 
 def event(time: float, name: str, attempt: int = 1, **details: Any) -> dict[str, Any]:
@@ -105,6 +107,15 @@ def test_the_nodes_of_a_run_are_named_with_what_their_changes_cost() -> None:
     line = "nodes        2 of 3 (1, 2), node 2 leads; 1 changes paused training for 4.5 s and lost 1 steps"
     assert line in render(run, {})
     assert "nodes" not in render(summarise(entries(EVENTS)), {})
+
+
+def test_what_retention_could_not_remove_is_counted_until_it_has() -> None:
+    failed = event(105, "prune_failed", 1, tier="remote", error="object is locked", steps=[10, 20], held_bytes=36e9)
+    console = Console(record=True, width=120)
+    console.print(panel(summarise(entries([*EVENTS[:4], failed])), 110.0, {}))
+    assert "2 checkpoints (remote), 36.0 GB: object is locked" in console.export_text()
+    removed = event(106, "pruned", 1, tier="remote", step=20)
+    assert not summarise(entries([*EVENTS[:4], failed, removed])).stuck
 
 
 def test_an_empty_journal() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, FakeRanks, beat
 
-from checkpointing.events import CommitFailed, Committed, Event, Fenced
+from checkpointing.events import CommitFailed, Committed, Event, Fenced, SnapshotDamaged, SnapshotDropped
 from checkpointing.heartbeat import Phase
 from runner.config.schema import Config
 from runner.node.agent_events import AgentEvents
@@ -241,6 +241,19 @@ def test_a_fenced_node_ends_its_ranks() -> None:
     bench.turns(10)
     failure = bench.result().failure
     assert (failure.kind, failure.cause) == (FailureKind.FENCED, "attempt 9 has begun elsewhere")
+
+
+def test_memory_that_damages_two_snapshots_is_a_bad_node() -> None:
+    bench = Bench()
+    bench.train()
+    bench.checkpoints.handle(SnapshotDamaged(step=10, reason="optimizer.pt has changed in memory"))
+    bench.checkpoints.handle(SnapshotDropped(step=12, reason="a rank ended in mid-copy"))
+    bench.turns(10)
+    assert not bench.attempt.ending
+    bench.checkpoints.handle(SnapshotDamaged(step=20, reason="model.safetensors has changed in memory"))
+    bench.turns(10)
+    failure = bench.result().failure
+    assert failure.kind is FailureKind.BAD_NODE and "model.safetensors has changed" in failure.cause
 
 
 def test_a_launcher_that_stays_after_its_ranks_is_killed() -> None:

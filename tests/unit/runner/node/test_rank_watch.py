@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import select
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing.threads import is_readable
 from runner.node.output import STDERR_NAME
 from runner.node.rank_messages import Started
 from runner.node.rank_watch import RankWatch
@@ -48,7 +48,7 @@ def test_a_death_is_noticed_and_is_a_failure_unless_it_was_announced(sleeper: su
     pidfd = watch.started(started(3, sleeper.pid))
     assert pidfd is not None and watch.pidfds == {pidfd: 3} and not watch.failures
     watch.kill(signal.SIGTERM)
-    assert select.select([pidfd], [], [], 5.0)[0]
+    assert is_readable(pidfd, 5.0)
     watch.died(pidfd)
     assert (watch.failures, watch.deaths, watch.pidfds) == ([3], [3], {})
     watch.preempted.add(3)
