@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from checkpointing.digest import algorithm_of
-from checkpointing.errors import ForeignCheckpoint, InvalidCheckpoint
+from checkpointing.errors import ForeignCheckpoint, InvalidCheckpoint, StaleCheckpoint
 from checkpointing.manifest import Manifest
 from checkpointing.reading import digest_of, fault
 from checkpointing.storage import Storage
@@ -24,6 +24,7 @@ class CatalogEntry:
         manifest: Its manifest, if it is whole.
         problem: Otherwise, why it is not loaded.
         is_foreign: Whether it was not written by this library.
+        is_stale: Whether it does not count, whatever its bytes are: a newer attempt had begun.
     """
 
     storage: Storage
@@ -31,6 +32,7 @@ class CatalogEntry:
     manifest: Manifest | None
     problem: str | None
     is_foreign: bool = False
+    is_stale: bool = False
 
 
 class Catalog:
@@ -138,10 +140,10 @@ def _entries(storage: Storage, fence: Fence, rank: int) -> Iterable[tuple[int, i
         elif isinstance(found, InvalidCheckpoint):
             if step not in storage.steps():
                 continue  # its run has pruned it meanwhile
-            entry = CatalogEntry(storage, step, None, found.reason)
+            entry = CatalogEntry(storage, step, None, found.reason, is_stale=isinstance(found, StaleCheckpoint))
         elif not fence.admits(found):
             problem = f"attempt {found.attempt} published it after a newer one had begun elsewhere"
-            entry = CatalogEntry(storage, step, None, problem)
+            entry = CatalogEntry(storage, step, None, problem, is_stale=True)
         else:
             entry = CatalogEntry(storage, step, found, None)
         yield -step, rank, entry

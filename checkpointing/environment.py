@@ -23,6 +23,8 @@ LOCAL_TIER_ENV = "CHECKPOINT_LOCAL_TIER"
 RESUME_ENV = "CHECKPOINT_RESUME"
 RESUME_FROM_ENV = "CHECKPOINT_RESUME_FROM"
 ALLOW_CHANGES_ENV = "CHECKPOINT_ALLOW_CHANGES"
+READ_PATIENCE_ENV = "CHECKPOINT_READ_PATIENCE_S"
+_READ_PATIENCE_S = 330.0
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,19 @@ def rank_settings(environment: Mapping[str, str] = os.environ) -> RankSettings:
         resume_from=settings.resume_from or environment.get(RESUME_FROM_ENV, ""),
         allow_changes=settings.allow_changes or environment.get(ALLOW_CHANGES_ENV) == "1",
     )
+
+
+def read_patience_s(environment: Mapping[str, str] = os.environ) -> float:
+    """Return for how many seconds a checkpoint in remote storage must be read wrongly before it counts as damaged.
+
+    Raises:
+        CheckpointError: The user's variable is not a number of seconds.
+    """
+    text = environment.get(READ_PATIENCE_ENV, "")
+    try:
+        return _seconds(READ_PATIENCE_ENV, float(text)) if text else _READ_PATIENCE_S
+    except ValueError:
+        raise CheckpointError(f"{READ_PATIENCE_ENV}={text!r} is not a number of seconds; unset it, or set it") from None
 
 
 # The value does not change while a process lives.

@@ -2,7 +2,8 @@
 
 CheckpointError
 ├── InvalidCheckpoint     it exists but must not be loaded (torn or altered)
-│   └── ForeignCheckpoint     another program wrote it
+│   ├── ForeignCheckpoint     another program wrote it
+│   └── StaleCheckpoint       an older attempt has published it after a newer one had begun
 ├── NoValidCheckpoint     checkpoints exist, none can be loaded
 ├── StorageUnreachable    storage does not answer or refuses to be read; the checkpoints may be valid
 ├── CommitConflict        the step is already committed with other content
@@ -83,6 +84,10 @@ class InvalidCheckpoint(CheckpointError):
 
 class ForeignCheckpoint(InvalidCheckpoint):
     """A checkpoint was written by another program, a stock Trainer for example, and must not be changed."""
+
+
+class StaleCheckpoint(InvalidCheckpoint):
+    """An older attempt has published it after a newer one had begun: it does not count, whatever it holds."""
 
 
 class NoValidCheckpoint(CheckpointError):

@@ -10,15 +10,17 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpointing.agent.client import AgentClient, Offered, OfferedSnapshot
 from checkpointing.catalog import Catalog
+from checkpointing.environment import read_patience_s
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
 from checkpointing.events import CheckpointQuarantined, Event, Resumed
 from checkpointing.layout import MODEL_NAME
 from checkpointing.manifest import MANIFEST_NAME
+from checkpointing.rank.doubts import Condemned, Doubts
 from checkpointing.rank.memory_shards import HeldShards, newest_attempt, resumable, shares_by_step
 from checkpointing.rank.peer_state import Held, NoMemory, Offer, PeerState, held_by_nodes
 from checkpointing.rank.ranks import Ranks
@@ -44,12 +46,16 @@ class _Proposal:
         tier: Which storage, counted from the nearest; None for a snapshot in memory.
         error: Why there is no proposal.
         unreachable: The error is that storage does not answer.
+        condemned: Checkpoints that are damaged, and renamed once another one could be read.
+        again: They are renamed now, and there is another proposal.
     """
 
     step: int | None = None
     tier: int | None = None
     error: str | None = None
     unreachable: bool = False
+    condemned: tuple[Condemned, ...] = ()
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,9 @@ def choose(tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *
     """Agree on the state to resume from; called by all ranks together.
 
     Rank 0 proposes the newest, in the nearest place that has it. Every rank reads and verifies the files that it will
-    use. Where any rank finds a fault, this candidate is skipped (a checkpoint is quarantined: kept, but renamed), and
-    all ranks continue with the next nearest copy, or the step before.
+    use. Where any rank finds a fault, a checkpoint is read again: its way here may be at fault (`doubts.py`). Then
+    this candidate is skipped, and all ranks continue with the next nearest copy, or the step before. A checkpoint that
+    was skipped is quarantined (kept, but renamed) once another one could be read.
 
     Args:
         tiers: Where checkpoints are kept.
@@ -88,7 +95,8 @@ def choose(tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *
 
     Raises:
         NoValidCheckpoint: There are checkpoints, but none can be loaded, or not the one asked for.
-        StorageUnreachable: Storage does not answer, so that it is unknown whether there are any.
+        StorageUnreachable: Storage does not answer, so that it is unknown whether there are any; or it gives other
+            bytes than were written for every checkpoint.
     """
     return _Choice(tiers, resume, ranks, client, private=private).make()
 
@@ -119,8 +127,7 @@ class _Choice:
             if snapshot.save is None
             or ((held := in_shares.get(snapshot.info.step)) is not None and held.identity == snapshot.save)
         }
-        # Step and tier of what a rank could not read.
-        self._faulty: set[tuple[int, int]] = set()
+        self._doubts, self._has_reprieved = Doubts(read_patience_s()), False
 
     def _compare(self, offered: Offered) -> tuple[dict[int, HeldShards], int]:
         """Compare with all ranks what their nodes hold.
@@ -147,12 +154,23 @@ class _Choice:
             if proposal.error is not None:
                 raise (StorageUnreachable if proposal.unreachable else NoValidCheckpoint)(proposal.error)
             step, tier = proposal.step, proposal.tier
+            if proposal.again:
+                self._quarantine(proposal.condemned)
+                self._ranks.barrier()
+                self._doubts.forget_condemned()
+                continue
             if step is None:
                 return None
             storage = _storage_for(self._tiers, tier, step) if tier is not None else None
             point, problem = self._read(storage, step) if storage is not None else self._read_snapshot(step)
             if problem is None:
                 assert point is not None
+                if any(one.is_remote for one in proposal.condemned) and not self._has_reprieved:
+                    self._has_reprieved = True
+                    self._doubts.reprieve()
+                    point.close()
+                    continue
+                self._quarantine(proposal.condemned)
                 if self._ranks.is_first:
                     place = self._tiers.name(storage) if storage is not None else "memory"
                     self._client.announce(Resumed(step=step, source=place))
@@ -167,9 +185,17 @@ class _Choice:
             return None
         announce = self._client.announce
         try:
-            return _propose(self._tiers, self._catalog, self._resume, self._held, self._faulty, announce)
+            found = _propose(self._tiers, self._catalog, self._resume, self._held, self._doubts, announce)
+            return replace(found, condemned=self._doubts.condemned)
         except OSError as error:
             return _Proposal(error=error.strerror or str(error), unreachable=True)
+
+    def _quarantine(self, condemned: Sequence[Condemned]) -> None:
+        """Rename what this rank has found to be damaged: the other machines' disks may hold good copies."""
+        for one in condemned if not isinstance(self._resume, int) else ():
+            if one.rank == self._ranks.rank:
+                storage = _storage_for(self._tiers, one.tier, one.step)
+                _quarantine(storage, one.step, one.text, self._client.announce)
 
     def _read_snapshot(self, step: int) -> tuple[RestorePoint | None, _Problem | None]:
         """Read a snapshot on all ranks; the nodes that hold it verify it, then it is sent to the others."""
@@ -247,11 +273,7 @@ class _Choice:
         return point, next((_Problem(rank, *found) for rank, found in enumerate(problems) if found is not None), None)
 
     def _skip(self, step: int, tier: int | None, storage: Storage | None, problem: _Problem) -> None:
-        """Leave a candidate out from now on.
-
-        Raises:
-            NoValidCheckpoint: It is the one that was asked for.
-        """
+        """Leave a snapshot out from now on, or doubt a checkpoint."""
         if storage is None:
             del self._held[step]
             # Of a share, the other nodes' parts are intact, and may be about to become a checkpoint.
@@ -265,13 +287,9 @@ class _Choice:
             logger.warning("the snapshot of step %d is not used: %s", step, problem.text)
             return
         assert tier is not None
-        self._faulty.add((step, tier))
-        if isinstance(self._resume, int):
-            if storage is self._tiers.durable:
-                raise NoValidCheckpoint(f"--resume {self._resume}: {problem.text}")
-        # Only by the rank that has found it: the other machines' disks may hold good copies.
-        elif problem.rank == self._ranks.rank:
-            _quarantine(storage, step, problem.text, self._client.announce)
+        self._doubts.add((step, tier), problem.text, rank=problem.rank, is_remote=storage.directory(step) is None)
+        logger.warning("checkpoint-%d could not be read as it was written: %s", step, problem.text)
+        storage.refresh(step)
 
 
 def own_checkpoint(folder: Path) -> tuple[Storage, int] | None:
@@ -293,40 +311,39 @@ def _propose(
     catalog: Catalog,
     resume: str | int,
     snapshots: Mapping[int, Held],
-    faulty: set[tuple[int, int]],
+    doubts: Doubts,
     announce: Announce,
 ) -> _Proposal:
-    """Propose a candidate.
+    """Propose a candidate, perhaps one that is to be read again; waits until it is time for that.
 
     Args:
         tiers: Where checkpoints are kept.
         catalog: The checkpoints that can be reached.
         resume: "auto", "never", or a step.
         snapshots: Those in memory, by step.
-        faulty: Step and tier of what a rank could not read.
+        doubts: What could not be read as it was written.
         announce: Reports checkpoints that are quarantined.
     """
     if resume == "never":
         return _Proposal()
     storages = tiers.nearest_first
     if isinstance(resume, int):
-        return _propose_step(storages, catalog, resume, faulty)
+        return _propose_step(storages, catalog, resume, doubts)
     newest = max(_usable(snapshots, catalog), default=-1)
-    for entry in catalog.scan():
-        tier = storages.index(entry.storage)
-        if entry.step <= newest:
-            break
-        if (entry.step, tier) in faulty:
-            continue
-        if entry.manifest is not None:
-            return _Proposal(entry.step, tier)
-        if entry.is_foreign:
-            # A stock Trainer's: somebody's work, and not part of this run.
-            continue
-        problem = f"{entry.storage.describe(entry.step)}: {entry.problem}"
-        _quarantine(entry.storage, entry.step, problem, announce)
+    found = _newest_whole(storages, catalog, newest, doubts, announce)
+    if found is not None:
+        return found
     if newest >= 0:
         return _Proposal(newest)
+    remote = [one for one in doubts.condemned if one.is_remote]
+    if remote:
+        return _Proposal(
+            error=f"{tiers.durable.location} gives other bytes than were written, for each of its checkpoints "
+            f"({remote[0].text}): the storage, or the way to it, is at fault. Nothing was renamed or deleted",
+            unreachable=True,
+        )
+    if doubts.condemned:
+        return _Proposal(again=True)
     kept = [name for storage in catalog.storages for name in storage.quarantined()]
     if kept:
         return _Proposal(
@@ -353,16 +370,51 @@ def _usable(snapshots: Mapping[int, Held], catalog: Catalog) -> set[int]:
     return everywhere | {step for step, held in snapshots.items() if held.attempt >= committed}
 
 
-def _propose_step(storages: Sequence[Storage], catalog: Catalog, step: int, faulty: set[tuple[int, int]]) -> _Proposal:
+def _newest_whole(
+    storages: Sequence[Storage], catalog: Catalog, newest: int, doubts: Doubts, announce: Announce
+) -> _Proposal | None:
+    """Propose the newest checkpoint after a step that is not condemned; None where there is none."""
+    while True:
+        doubted = None
+        for entry in catalog.scan():
+            key = (entry.step, storages.index(entry.storage))
+            if entry.step <= newest:
+                return None
+            # A stock Trainer's is somebody's work, and not part of this run.
+            if doubts.is_condemned(key) or entry.is_foreign:
+                continue
+            if doubts.is_hopeless(key):
+                place = entry.storage.describe(entry.step)
+                return _Proposal(error=f"{place} has other bytes each time it is read", unreachable=True)
+            if entry.manifest is not None:
+                doubts.wait(key)
+                return _Proposal(*key)
+            problem = f"{entry.storage.describe(entry.step)}: {entry.problem}"
+            if entry.is_stale:
+                _quarantine(entry.storage, entry.step, problem, announce)
+                continue
+            is_remote = entry.storage.directory(entry.step) is None
+            doubts.add(key, problem, rank=0, is_remote=is_remote)
+            if not doubts.is_condemned(key):
+                doubted = key
+                entry.storage.refresh(entry.step)
+                break
+        if doubted is None:
+            return None
+        doubts.wait(doubted)
+
+
+def _propose_step(storages: Sequence[Storage], catalog: Catalog, step: int, doubts: Doubts) -> _Proposal:
     for entry in catalog.scan():
-        tier = storages.index(entry.storage)
-        if entry.step == step and entry.manifest is not None and (step, tier) not in faulty:
-            return _Proposal(step, tier)
+        key = (step, storages.index(entry.storage))
+        if entry.step == step and entry.manifest is not None and not doubts.is_condemned(key):
+            doubts.wait(key)
+            return _Proposal(*key)
     try:
         catalog.find(step)
     except InvalidCheckpoint as error:
         return _Proposal(error=f"--resume {step}: {error}")
-    return _Proposal(error=f"--resume {step}: no copy of it can be read")
+    return _Proposal(error=f"--resume {step}: {', '.join(one.text for one in doubts.condemned)}")
 
 
 def _quarantine(storage: Storage, step: int, problem: str, announce: Announce) -> None:

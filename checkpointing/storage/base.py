@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from checkpointing.errors import CommitConflict, ForeignCheckpoint, InvalidCheckpoint
+from checkpointing.errors import CommitConflict, ForeignCheckpoint, InvalidCheckpoint, StaleCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.fence import Claim, Fence
@@ -278,6 +278,9 @@ class Storage(ABC):
     def file(self, manifest: Manifest, name: str) -> Path | RemoteFile:
         """Return a file of a checkpoint, to be read."""
 
+    def refresh(self, step: int) -> None:  # noqa: B027 - by default each read asks the place
+        """Have the next read of a checkpoint come from where it is kept: past caches, over new connections."""
+
     @abstractmethod
     def remove(self, step: int) -> None:
         """Delete a checkpoint: manifest first, so that a crash in between leaves nothing that looks whole."""
@@ -289,6 +292,14 @@ class Storage(ABC):
     @abstractmethod
     def quarantined(self) -> list[str]:
         """Return the names of what `quarantine` has kept: proof that this run once had checkpoints."""
+
+    @abstractmethod
+    def take_back(self, name: str) -> int | None:
+        """Give a quarantined checkpoint its place back; return its step, or None where that place is taken.
+
+        Args:
+            name: One of `quarantined`.
+        """
 
     @abstractmethod
     def sweep(self) -> list[str]:
@@ -341,7 +352,9 @@ class Storage(ABC):
             if self._are_foreign([name.removeprefix(own) for name in sizes if name.startswith(own)]):
                 raise ForeignCheckpoint(place, f"it has no {MANIFEST_NAME}: this library has not written it") from None
             raise
-        problem = _problem(manifest, step, fence, sizes)
+        if manifest.step == step and not fence.admits(manifest):
+            raise StaleCheckpoint(place, f"attempt {manifest.attempt} published it after a newer one had begun")
+        problem = _problem(manifest, step, sizes)
         if problem is not None:
             raise InvalidCheckpoint(place, problem)
         return manifest
@@ -380,12 +393,10 @@ class Storage(ABC):
         """Return the steps of everything that is named like a checkpoint."""
 
 
-def _problem(manifest: Manifest, step: int, fence: Fence, sizes: Mapping[str, int]) -> str | None:
+def _problem(manifest: Manifest, step: int, sizes: Mapping[str, int]) -> str | None:
     """Return why a manifest that was found at a step does not count; None where it does."""
     if manifest.step != step:
         return f"{MANIFEST_NAME} is of step {manifest.step}"
-    if not fence.admits(manifest):
-        return f"attempt {manifest.attempt} published it after a newer one had begun"
     folder = manifest.folder or f"{CHECKPOINT_PREFIX}{step}"
     for file in manifest.files:
         size = sizes.get(f"{folder}/{file.name}")

@@ -25,7 +25,7 @@ from checkpointing.storage.rates import Rates, measure_directory
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
 _TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}(?:\.[0-9a-f]+)?|fence\.json)\.({NUMBER})\.tmp\Z")
 _TEMPORARY_STATE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
-_QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
+_QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\.(invalid|superseded)(-{NUMBER})?\Z")
 # Of a stock Trainer and of this library.
 TRAINER_STATE = "trainer_state.json"
 _ONLY_OURS = re.compile(r"loop_state_\d+\.json\Z|data_state(_\d+)?\.pth\Z|rank_state_\d+(_[a-z_]+)?\.pt\Z")
@@ -129,6 +129,16 @@ class LocalStorage(Storage):
         fsync_directory(self.root)
         return True
 
+    def refresh(self, step: int) -> None:
+        """Drop the checkpoint's files from the page cache."""
+        for path in self.directory(step).rglob("*"):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(descriptor)
+
     def remove(self, step: int) -> None:
         """Rename the directory, then delete it."""
         path = self.directory(step)
@@ -161,6 +171,17 @@ class LocalStorage(Storage):
     def quarantined(self) -> list[str]:
         """Return the names of quarantined directories."""
         return [name for name in self._names() if _QUARANTINED.match(name)]
+
+    def take_back(self, name: str) -> int | None:
+        """Rename the directory."""
+        match = _QUARANTINED.match(name)
+        assert match is not None
+        step = int(match.group(1))
+        if self.directory(step).exists():
+            return None
+        (self.root / name).rename(self.directory(step))
+        fsync_directory(self.root)
+        return step
 
     def sweep(self) -> list[str]:
         """Remove temporary directories and files."""

@@ -321,6 +321,12 @@ class ObjectStorage(Storage):
         if data:
             self.store.delete([key for key in self.store.sizes(folder) if key.startswith(data)])
 
+    def refresh(self, step: int) -> None:
+        """Give the store's connections up, where it has any of its own."""
+        reconnect = getattr(self.store, "reconnect", None)
+        if reconnect is not None:
+            reconnect()
+
     def quarantine(self, step: int, label: str = "invalid") -> str:
         """Copy the manifest to `manifest.<label>.<nonce>.json`, then delete it."""
         folder = f"{CHECKPOINT_PREFIX}{step}/"
@@ -336,6 +342,17 @@ class ObjectStorage(Storage):
     def quarantined(self) -> list[str]:
         """Return the keys of quarantined manifests."""
         return sorted(key for key in self.store.sizes(CHECKPOINT_PREFIX) if _QUARANTINED.match(key))
+
+    def take_back(self, name: str) -> int | None:
+        """Put the manifest back, then delete its copy."""
+        match = _QUARANTINED.match(name)
+        assert match is not None
+        data = self.store.get(name)
+        own = f"{CHECKPOINT_PREFIX}{match.group(1)}/{MANIFEST_NAME}"
+        if data is None or self.store.get(own) is not None or not self.store.put(own, data, if_absent=True):
+            return None
+        self.store.delete([name])
+        return int(match.group(1))
 
     def sweep(self) -> list[str]:
         """Delete objects that no manifest names, and abort unfinished uploads."""

@@ -44,6 +44,7 @@ class S3Store:
         self.retried: Callable[[str], None] = lambda reason: None
         self._client = S3Client(location, 4 * IN_FLIGHT, retried=lambda reason: self.retried(reason))
         self.location = self._client.location
+        self.reconnect = self._client.reconnect
         self._pool = ThreadPoolExecutor(2 * IN_FLIGHT, "s3")
         self._uploads = Uploads(
             self._client,

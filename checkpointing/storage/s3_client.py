@@ -75,6 +75,10 @@ class S3Client:
         except (BotoCoreError, ValueError) as error:
             raise ValueError(f"checkpoint.location {location!r}: {error}") from None
 
+    def reconnect(self) -> None:
+        """Give all connections up: later calls make new ones."""
+        self._client.close()
+
     def call(
         self,
         name: str,

@@ -63,7 +63,9 @@ def list_checkpoints(location: str) -> None:
 def verify(location: str, step: int | None) -> None:
     """Read the checkpoints at LOCATION and compare every digest.
 
-    The exit code is 1 if a checkpoint is damaged. Those that another program wrote are only named.
+    The exit code is 1 if a checkpoint is damaged. Those that another program wrote are only named. One that was
+    quarantined (checkpoint-N.invalid), and proves to be whole, gets its place back, unless training has gone on
+    without it.
     """
     from checkpointing.catalog import verify as verify_copy
     from checkpointing.errors import InvalidCheckpoint
@@ -71,6 +73,9 @@ def verify(location: str, step: int | None) -> None:
 
     if step is None and (one := re.fullmatch(r"(.*)/checkpoint-(\d{1,15})/?", location)) is not None:
         location, step = one[1], int(one[2])
+    for stage, tiers in _stages(location):
+        for line in _take_back(tiers, step):
+            click.echo(f"{line}  {stage}".rstrip())
     found = [(stage, tiers, entry) for stage, tiers in _stages(location) for entry in tiers.catalog.entries()]
     found = [(stage, tiers, entry) for stage, tiers, entry in found if step in (None, entry.step)]
     if not found:
@@ -97,6 +102,32 @@ def verify(location: str, step: int | None) -> None:
             damaged += 1
             click.echo(f"{name}  INVALID  {error}")
     sys.exit(1 if damaged else 0)
+
+
+def _take_back(tiers: Any, only: int | None) -> Iterator[str]:
+    """Give what was quarantined, and is whole, its place back; yield a line for each that is whole."""
+    from checkpointing.catalog import verify as verify_copy
+    from checkpointing.errors import InvalidCheckpoint
+
+    newest = max((entry.manifest.attempt for entry in tiers.catalog.entries() if entry.manifest is not None), default=0)
+    for storage in tiers.nearest_first:
+        for name in [name for name in storage.quarantined() if ".invalid" in name]:
+            step = storage.take_back(name)
+            if step is None:
+                continue
+            try:
+                if only not in (None, step):
+                    raise InvalidCheckpoint(name, "it was not asked for")
+                manifest = verify_copy(storage, step)
+            except InvalidCheckpoint:
+                storage.quarantine(step)
+                continue
+            line = f"{step:>8}  {tiers.name(storage):<6}"
+            if manifest.attempt < newest:
+                storage.quarantine(step)
+                yield f"{line}  whole    stays quarantined: attempt {newest} has gone on without it"
+            else:
+                yield f"{line}  back     it was quarantined, and is whole"
 
 
 @checkpoints.command()

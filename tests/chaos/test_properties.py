@@ -17,12 +17,12 @@ from contract.support import commit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from proposals import proposed
 
 from checkpointing.catalog import Catalog
 from checkpointing.digest import ALGORITHM, PLAIN
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.manifest import FileEntry, Manifest
-from checkpointing.rank.restore import _propose
 from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.fence import Fence
@@ -157,15 +157,21 @@ class CatalogMachine(RuleBasedStateMachine):
         """Resume from the newest whole checkpoint; newer ones are quarantined; never start over silently."""
         whole = [step for step, copy in self.model.items() if copy.sizes_right and self.counts(step, copy)]
         tiers = Tiers(self.storage)
-        proposal = _propose(tiers, tiers.catalog, "auto", {}, set(), lambda message: None)
+        proposal = proposed(tiers, lambda message: None)
         passed_over = [step for step in self.model if step > max(whole, default=-1)]
+        if proposal.unreachable:
+            # Where nothing can be read, the storage is at fault: only what does not count is renamed.
+            assert not whole and proposal.condemned
+            passed_over = [step for step in passed_over if step not in {one.step for one in proposal.condemned}]
         self.num_quarantined += len(passed_over)
         for step in passed_over:
             del self.model[step]
         if whole:
             assert proposal.step == max(whole)
         else:
-            assert proposal.step is None and (proposal.error is not None) == (self.num_quarantined > 0)
+            assert proposal.step is None and (proposal.error is not None) == (
+                self.num_quarantined > 0 or bool(proposal.condemned)
+            )
 
     # -- inside
 

@@ -38,6 +38,7 @@ from chaos.stores import MemoryObjects
 from contract.support import commit
 from journals import event
 from prometheus_client import generate_latest
+from proposals import proposed
 from rich.console import Console
 
 from checkpointing import CheckpointManager, locking
@@ -50,7 +51,6 @@ from checkpointing.layout import ADAPTER_NAME
 from checkpointing.manifest import Manifest, _self_digest
 from checkpointing.rank import rng
 from checkpointing.rank.adapter import BASE_NAME, Adapter
-from checkpointing.rank.restore import _propose
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.spread_files import open_spread
 from checkpointing.rank.verified_read import BufferCache, Shares, read_verified
@@ -213,7 +213,7 @@ def assert_goes_on(storage: Storage, aside: Callable[[str], None]) -> bool:
     for entry in tiers.catalog.entries():
         assert (entry.manifest is None) == bool(entry.problem)
         assert_clear(f"{entry.problem}", "")
-    proposal = _propose(tiers, tiers.catalog, "auto", {}, set(), announced.append)
+    proposal = proposed(tiers, announced.append)
     for report in announced:
         assert isinstance(report, CheckpointQuarantined)
         json.dumps(report.to_dict())

@@ -266,6 +266,17 @@ def test_quarantine_keeps_and_counts(storage: Storage) -> None:
     assert storage.sweep() == []
 
 
+def test_what_was_quarantined_gets_its_place_back_while_that_is_free(storage: Storage) -> None:
+    commit(storage, 5, data=b"one")
+    storage.quarantine(5)
+    (name,) = storage.quarantined()
+    commit(storage, 5, data=b"two")
+    assert storage.take_back(name) is None and read(storage, 5) == b"two"
+    storage.remove(5)
+    assert storage.take_back(name) == 5 and read(storage, 5) == b"one"
+    assert storage.quarantined() == [] and storage.sweep() == []
+
+
 def test_remove(storage: Storage) -> None:
     commit(storage, 5)
     commit(storage, 6)

@@ -150,3 +150,25 @@ def test_another_programs_checkpoint_is_not_called_damaged(run: Path) -> None:
     (foreign / "trainer_state.json").write_text("{}")
     code, output = checkpoints("verify", run)
     assert code == 0 and "foreign" in output and "INVALID" not in output, output
+
+
+def test_what_was_set_aside_and_is_whole_gets_its_place_back(run: Path) -> None:
+    storage = LocalStorage(run / "checkpoints")
+    for step in (30, 40):
+        storage.quarantine(step)
+    (run / "checkpoints" / "checkpoint-30.invalid" / "model.safetensors").write_bytes(b"stale" * 30)
+    code, output = checkpoints("verify", run)
+    assert code == 0 and "40  local   back" in output and "it was quarantined, and is whole" in output
+    assert kept(run) == [10, 20, 40] and storage.quarantined() == ["checkpoint-30.invalid"]
+
+
+def test_one_that_training_has_gone_on_without_stays_aside(run: Path) -> None:
+    storage = LocalStorage(run / "checkpoints")
+    storage.quarantine(40)
+    data = b"state"
+    names = ("model.safetensors", "optimizer.pt", "rng_state.pth")
+    files = [StagedFile(name, [memoryview(data)], partial(digest_buffer, data)) for name in names]
+    commit_snapshot(storage, SnapshotInfo("run", 2, 35, 1, 35), files)
+    code, output = checkpoints("verify", run)
+    assert code == 0 and "attempt 2 has gone on without it" in output
+    assert kept(run) == [10, 20, 30, 35] and storage.quarantined() == ["checkpoint-40.invalid"]
