@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from checkpointing.layout import (
 from checkpointing.rank import sharding
 from checkpointing.rank.adapter import BASE_NAME, Adapter
 from checkpointing.rank.captured_state import CapturedState, versions_of
+from checkpointing.rank.optimizer_memory import OptimizerMemory
 from checkpointing.rank.param_names import matched_to
 from checkpointing.rank.readable import check_readable
 from checkpointing.rank.restore_point import RestorePoint
@@ -298,7 +299,7 @@ class TrainState:
         Raises:
             CheckpointError: A file cannot be parsed, or is of another optimizer.
         """
-        options = _tensor_options(self.torch_optimizer)
+        before = tensors_in([list(own.values()) for own in getattr(self.torch_optimizer, "state", {}).values()])
         _load(
             self.optimizer,
             point,
@@ -306,10 +307,9 @@ class TrainState:
             lambda state: place(point.cut_optimizer_state(self._own_state(state), self.torch_optimizer)),
         )
         own_name = point.own_name if self.stages is None or self.stages.restore_options(point, self.optimizer) else str
-        _move_options(self.torch_optimizer, options)
         _warn_of_frozen(self.model, self.torch_optimizer, point)
         if not point.private:
-            _own_what_stayed_on_the_host(self.torch_optimizer)
+            _own_what_stayed_on_the_host(self.torch_optimizer, before)
         ranks = self.restore_states(point, rank, self.states.keys())
         if point.has(rank_state_name(rank)):
             # The model's own file has rank 0's.
@@ -336,6 +336,7 @@ def _warn_of_missing(point: RestorePoint, what: str) -> None:
 
 
 def _put(stateful: Any, point: RestorePoint, name: str, state: Any, change: Callable[[Any], Any] | None = None) -> None:
+    memory = OptimizerMemory.of(stateful)
     try:
         stateful.load_state_dict(change(state) if change is not None else state)
     except CheckpointError:
@@ -346,13 +347,22 @@ def _put(stateful: Any, point: RestorePoint, name: str, state: Any, change: Call
             f"{point.place}: {name} does not fit this {type(stateful).__name__}: {type(error).__name__}: {error}. Use "
             "the one that wrote it, or another output_dir."
         ) from error
+    if memory is not None and (replaced := memory.put_back()) and point.rank == 0:
+        logger.warning(
+            "%s: %d tensors of the optimizer (%s) are new ones now, since the checkpoint has others or none: whatever "
+            "holds the old ones, such as a CUDA graph that was captured before resume(), must be made again",
+            point.place,
+            len(replaced),
+            ", ".join(replaced[:3]),
+        )
 
 
-def _own_what_stayed_on_the_host(optimizer: Any) -> None:
-    """Copy the optimizer's state on the CPU, which is still a view of the checkpoint."""
+def _own_what_stayed_on_the_host(optimizer: Any, before: Iterable[torch.Tensor]) -> None:
+    """Copy the optimizer's state on the CPU that is still a view of the checkpoint, and no tensor of before."""
+    kept = set(map(id, before))
     for state in getattr(optimizer, "state", {}).values():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and id(value) not in kept:
                 state[name] = value.clone()
 
 
@@ -376,20 +386,6 @@ def _fill_buffers(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) ->
         for name, value in values.items():
             if name in buffers and buffers[name].shape == value.shape:
                 buffers[name].copy_(value)
-
-
-def _tensor_options(optimizer: Any) -> list[dict[str, torch.Tensor]]:
-    """Return those options of an optimizer that are tensors, such as a learning rate, by group."""
-    groups = getattr(optimizer, "param_groups", [])
-    return [{key: value for key, value in group.items() if torch.is_tensor(value)} for group in groups]
-
-
-def _move_options(optimizer: Any, before: list[dict[str, torch.Tensor]]) -> None:
-    """Put options where they were before the load: torch moves the state of parameters only."""
-    for group, live, found in zip(
-        getattr(optimizer, "param_groups", []), before, _tensor_options(optimizer), strict=True
-    ):
-        group.update({key: value.to(live[key].device) for key, value in found.items() if key in live})
 
 
 def _clone_small_cpu_tensors(obj: Any) -> Any:

@@ -208,3 +208,20 @@ def test_a_snapshot_costs_what_the_device_waits_for_it(overlap: bool, sim: Any) 
     sim.set_delay_us(0)
     # Some twenty tensors are copied, each 5 ms late.
     assert (job.snapshotter.costs.snapshot_s or 0.0) > 0.05 and job.snapshotter.stall_s > 0.15
+
+
+def test_what_holds_a_moment_has_the_restored_one(on: str, tmp_path: Path) -> None:
+    """As a graph that was captured before: it uses the tensors that it was captured with."""
+    train(tmp_path, on, 6)
+    model = network().to(on)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(4, 16, device=on)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    held = [value for own in optimizer.state.values() for value in own.values()]
+    manager = CheckpointManager(tmp_path, model=model, optimizer=optimizer, snapshot_steps=None, save_steps=2)
+    assert manager.resume() > 0
+    now = [value for own in optimizer.state.values() for value in own.values()]
+    manager.close()
+    assert len(held) == len(now) and all(one is other for one, other in zip(held, now, strict=True))
+    assert float(next(value for value in held if value.dim() == 0)) > 1
