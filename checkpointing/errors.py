@@ -11,7 +11,7 @@ CheckpointError
 ├── DamagedMemory         a snapshot's bytes changed in memory; also an OSError
 ├── CommitFailed          storage refused the write; training may go on, the next save tries again
 ├── ReplicasDrifted       ranks that must hold equal state do not
-├── NonFinite             gradients are NaN or infinite
+├── NonFinite             gradients, parameters or optimizer state are NaN or infinite
 ├── LossSpike             the loss of a step stands out
 └── AgentUnavailable      the checkpoint agent is gone or refused the request
     └── AgentDelayed          it was killed while it started, or cannot start now
@@ -20,6 +20,7 @@ CheckpointError
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 
 # What a file system answers that may pass by itself: a failover, an outage. No mistakes in a name or a permission.
 PASSING_ERRNOS = frozenset(
@@ -125,12 +126,19 @@ class ReplicasDrifted(CheckpointError):
 
 
 class NonFinite(CheckpointError):
-    """The gradients of a step are NaN or infinite, and so are its parameters: nothing of it may be kept."""
+    """The gradients of a step, or its parameters and optimizer state, are NaN or infinite: nothing of it is kept.
 
-    def __init__(self, step: int) -> None:
+    Args:
+        step: The step.
+        tensors: Names of tensors of its state that are not finite; none where its gradients are not.
+    """
+
+    def __init__(self, step: int, tensors: Sequence[str] = ()) -> None:
+        found = f" ({', '.join(tensors[:3])}{', …' if tensors[3:] else ''})" if tensors else ""
         super().__init__(
-            f"the gradients of step {step} are not finite; nothing of it is kept. If that comes again, its data or the "
-            "learning rate are at fault"
+            f"the {'state' if tensors else 'gradients'} of step {step} {'is' if tensors else 'are'} not finite{found}; "
+            "nothing of it is kept. If that comes again, its data or the learning rate are at fault"
+            + ("; allow_non_finite=True is for a state that holds infinities on purpose" if tensors else "")
         )
         self.step = step
 

@@ -15,6 +15,9 @@ import torch
 from checkpointing.rank.device import Device
 from checkpointing.shared_memory import PAGE_BYTES, place_on_pages
 
+# No element is larger.
+_ALIGNED_BYTES = 16
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -100,8 +103,8 @@ def layout_digest(images: Sequence[FileImage]) -> dict[str, str]:
 def shares(placed: Sequence[PlacedFile], share: int, num_shares: int) -> list[Extent]:
     """Return what one of `num_shares` ranks copies, with its places in the arena.
 
-    State that DDP replicates is equal on all ranks, so N ranks copy 1/N each, by bytes. What only one rank holds, it
-    copies whole.
+    State that DDP replicates is equal on all ranks, so N ranks copy 1/N each, by bytes, between elements. What only one
+    rank holds, it copies whole.
     """
     extents = [(file.offset + offset, tensor) for file in placed for offset, tensor in file.image.tensors]
     total = sum(tensor.numel() for _, tensor in extents)
@@ -109,7 +112,7 @@ def shares(placed: Sequence[PlacedFile], share: int, num_shares: int) -> list[Ex
     found = []
     position = 0
     for offset, tensor in extents:
-        first, last = max(begin - position, 0), min(end - position, tensor.numel())
+        first, last = (_between_elements(bound - position, tensor.numel()) for bound in (begin, end))
         if first < last:
             found.append(Extent(offset + first, tensor[first:last]))
         position += tensor.numel()
@@ -117,6 +120,11 @@ def shares(placed: Sequence[PlacedFile], share: int, num_shares: int) -> list[Ex
         alone = (Extent(offset, tensor) for offset, tensor in (file.image.alone if share == 0 else ()))
         found += [extent.shifted(file.offset) for extent in (*file.image.own, *alone) if extent.source.numel()]
     return found
+
+
+def _between_elements(place: int, nbytes: int) -> int:
+    """Return a place in a tensor of so many bytes, or at one of its ends, that is between two elements."""
+    return nbytes if place >= nbytes else max(place, 0) // _ALIGNED_BYTES * _ALIGNED_BYTES
 
 
 def copy_tensors(extents: Sequence[Extent], buffer: memoryview, device: Device) -> None:

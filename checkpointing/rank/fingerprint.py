@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from checkpointing.rank.file_images import Extent
 from checkpointing.word_sum import WORD_BYTES, added, word_sum
+
+# Bytes that are summed and looked at while they are in the cache.
+_BLOCK_BYTES = 1 << 20
+FINITE_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -41,10 +47,18 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 class SourceSum:
     """The sum of the words that extents bring into an arena, of their sources.
 
-    What is on an accelerator is summed there, behind what is enqueued on this thread's current streams.
+    What is on an accelerator is summed there, behind what is enqueued on this thread's current streams. Numbers that
+    are not finite are found on the way, while their bytes are in the processor's cache.
+
+    Args:
+        kinds: Type of what is to be finite, by the address of its storage.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Mapping[int, torch.dtype] | None = None) -> None:
+        self._kinds = kinds or {}
+        # Addresses of storages, and of those on a device what says so later.
+        self._not_finite: list[int] = []
+        self._norms: list[tuple[int, torch.Tensor]] = []
         self._sums: list[int] = []
         self._nbytes = 0
         self._later: list[torch.Tensor] = []
@@ -59,14 +73,27 @@ class SourceSum:
 
     def _add(self, extent: Extent) -> None:
         source, offset = extent.source, extent.offset
+        address = source.untyped_storage().data_ptr()
+        kind = self._kinds.get(address)
         if extent.strides:
             # Each run begins on another place of a word: what has arrived is taken.
             self._rest += _runs(extent)
+            if kind is not None and not _is_finite(source.reshape(-1), kind):
+                self._not_finite.append(address)
             return
         if source.device.type == "cpu":
-            data: Any = source.numpy()
-            self._sums.append(word_sum(memoryview(data), offset))
+            for begin in range(0, len(source), _BLOCK_BYTES):
+                block = source[begin : begin + _BLOCK_BYTES]
+                data: Any = block.numpy()
+                self._sums.append(word_sum(memoryview(data), offset + begin))
+                if kind is not None and not _is_finite(block, kind):
+                    self._not_finite.append(address)
             return
+        if kind is not None and source.storage_offset() % kind.itemsize == 0:
+            whole_numbers = len(source) // kind.itemsize * kind.itemsize
+            if whole_numbers:
+                numbers = source[:whole_numbers].view(kind)
+                self._norms.append((address, torch.linalg.vector_norm(numbers, math.inf, dtype=_norm_type(kind))))
         head = min(-offset % WORD_BYTES, len(source))
         whole = (len(source) - head) // WORD_BYTES * WORD_BYTES
         body = source[head : head + whole]
@@ -75,6 +102,15 @@ class SourceSum:
             return
         self._later.append(body.view(torch.int64).sum())
         self._rest += [(offset, offset + head), (offset + head + whole, offset + len(source))]
+
+    def not_finite(self) -> list[int]:
+        """Return the addresses of storages that hold NaN or infinity; waits for the device."""
+        found = list(self._not_finite)
+        for device in {norm.device for _, norm in self._norms}:
+            mine = [(address, norm) for address, norm in self._norms if norm.device == device]
+            norms = torch.stack([norm.double() for _, norm in mine]).cpu().tolist()
+            found += [address for (address, _), norm in zip(mine, norms, strict=True) if not math.isfinite(norm)]
+        return list(dict.fromkeys(found))
 
     def total(self, buffer: memoryview, literals: Sequence[tuple[int, bytes]]) -> tuple[int, int]:
         """Return the sum, and of how many bytes it is, once everything has been copied; waits for the device.
@@ -89,6 +125,29 @@ class SourceSum:
         found += [word_sum(buffer[begin:end], begin) for begin, end in self._rest if begin < end]
         found += [word_sum(data, offset) for offset, data in literals]
         return added(found), self._nbytes + sum(len(data) for _, data in literals)
+
+
+def _is_finite(data: torch.Tensor, kind: torch.dtype) -> bool:
+    """Return whether bytes on the host hold finite numbers only."""
+    numbers = data[: len(data) // kind.itemsize * kind.itemsize]
+    if numbers.storage_offset() % kind.itemsize:
+        numbers = numbers.clone()
+    if kind in (torch.float32, torch.float64):
+        # A sum is not finite if a number is not; one that overflows is looked at closely. numpy stays in this thread.
+        with np.errstate(all="ignore"):
+            total = np.add.reduce(numbers.view(kind).numpy())
+        return bool(np.isfinite(total)) or bool(np.isfinite(numbers.view(kind).numpy()).all())
+    # Of shorter types, as integers: an exponent of ones is the greatest, with either sign.
+    bits = numbers.view(torch.int16).numpy()
+    limit = 0x7F80 if kind is torch.bfloat16 else 0x7C00
+    return bool(
+        np.maximum.reduce(bits, initial=0) < limit
+        and np.maximum.reduce(bits.view(np.uint16), initial=0) < limit + 0x8000
+    )
+
+
+def _norm_type(kind: torch.dtype) -> torch.dtype:
+    return torch.float64 if kind is torch.float64 else torch.float32
 
 
 def _runs(extent: Extent) -> list[tuple[int, int]]:

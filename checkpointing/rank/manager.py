@@ -75,6 +75,7 @@ class CheckpointManager(CheckpointedTraining):
         overlap: bool | None = None,
         check_replicas: bool = True,
         buddy_copies: bool = True,
+        allow_non_finite: bool = False,
         virtual_ranks: int | Auto | None = None,
         **retention: Unpack[RetentionOptions],
     ) -> None:
@@ -113,6 +114,9 @@ class CheckpointManager(CheckpointedTraining):
             check_replicas: Compare the ranks' parameters and optimizer state before each snapshot.
             buddy_copies: Where no node holds all of the state, have each node keep a copy of another one's part in
                 memory, so that losing a node loses no snapshot. Takes as much memory and network again.
+            allow_non_finite: Keep a state whose parameters or optimizer state hold NaN or infinity; otherwise
+                `NonFinite` is raised, nothing of that step is kept, and a supervisor resumes from the step before.
+                Frozen parameters and buffers may always hold them.
             virtual_ranks: Number of virtual ranks that compute each step, with the same bits on any number of ranks up
                 to that; see `shares`. "auto" is that of the checkpoint, or else of the ranks.
             **retention: Which checkpoints to keep (see `Retention`): `keep_last`, the number of newest ones, all by
@@ -138,6 +142,7 @@ class CheckpointManager(CheckpointedTraining):
             overlap=overlap,
             check_replicas=check_replicas,
             buddy_copies=buddy_copies,
+            allow_non_finite=allow_non_finite,
         )
         super().__init__(options, Ranks.of_this_process())
         self.track(

@@ -28,6 +28,7 @@ class Options:
         overlap: Whether to copy during training; None chooses by measured cost.
         check_replicas: Whether to compare the ranks' state before each snapshot.
         buddy_copies: Whether each node keeps a copy of another one's shards in memory.
+        allow_non_finite: Whether parameters and optimizer state may hold NaN or infinity.
     """
 
     settings: RankSettings
@@ -41,6 +42,7 @@ class Options:
     overlap: bool | None
     check_replicas: bool
     buddy_copies: bool
+    allow_non_finite: bool = False
 
     @classmethod
     def resolve(
@@ -57,6 +59,7 @@ class Options:
         overlap: bool | None,
         check_replicas: bool,
         buddy_copies: bool,
+        allow_non_finite: bool = False,
     ) -> Options:
         """Apply the settings to what a script asks for.
 
@@ -81,6 +84,7 @@ class Options:
             overlap=overlap,
             check_replicas=check_replicas,
             buddy_copies=buddy_copies,
+            allow_non_finite=allow_non_finite,
         )
 
     @property

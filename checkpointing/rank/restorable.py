@@ -79,6 +79,7 @@ class RestorableTraining:
             self._copy_thread_ranks,
             overlap=self._options.overlap,
             check_replicas=self._options.check_replicas,
+            check_finite=not self._options.allow_non_finite,
             pinning=self._connection.pinning,
             buddy_copies=self._options.buddy_copies,
             waiting=lambda: self._heartbeat.during(Phase.SAVING),

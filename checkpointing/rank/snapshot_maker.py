@@ -9,8 +9,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from checkpointing.agent.client import AgentClient
 from checkpointing.agent.protocol import Refusal
+from checkpointing.errors import NonFinite
 from checkpointing.failpoints import failpoint
 from checkpointing.layout import MASTER_NAME, OPTIMIZER_NAME, OPTIONS_NAME, rank_state_name
 from checkpointing.rank import file_images, sharding
@@ -19,7 +22,7 @@ from checkpointing.rank.captured_state import CapturedState, completed
 from checkpointing.rank.copy_thread import Copy
 from checkpointing.rank.direct_commit import DirectCommit
 from checkpointing.rank.file_images import Extent, FileImage, PlacedFile, blob_image
-from checkpointing.rank.fingerprint import SourceSum
+from checkpointing.rank.fingerprint import FINITE_TYPES, SourceSum
 from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.rank_files import differing_buffers, own_objects
 from checkpointing.rank.ranks import Ranks
@@ -66,6 +69,7 @@ class SnapshotMaker:
         direct: Commits where there is no memory for a snapshot.
         check_replicas: Whether to compare parameters and optimizer state.
         pinning: Pins what this rank copies into; None where the driver cannot.
+        check_finite: Whether to refuse parameters and optimizer state that are not finite.
 
     Attributes:
         has_torn: Something other than an optimizer has changed the state during a copy.
@@ -73,8 +77,16 @@ class SnapshotMaker:
     """
 
     def __init__(
-        self, client: AgentClient, ranks: Ranks, direct: DirectCommit, *, check_replicas: bool, pinning: Pinning | None
+        self,
+        client: AgentClient,
+        ranks: Ranks,
+        direct: DirectCommit,
+        *,
+        check_replicas: bool,
+        pinning: Pinning | None,
+        check_finite: bool = True,
     ) -> None:
+        self._check_finite = check_finite
         self._client, self._ranks, self._direct, self._pinning = client, ranks, direct, pinning
         self.buddies: BuddyCopies | None = None
         self._replicas = ReplicaComparison(ranks)
@@ -130,16 +142,23 @@ class SnapshotMaker:
             return
         number, buffer = acquired
         failpoint("snapshot.copying")
-        sums = SourceSum()
+        names = _finite_storages(state) if self._check_finite else {}
+        sums = SourceSum({address: kind for address, (_, kind) in names.items()})
         extents = self._copy_share(pending, placed, layout.num_foreign, buffer, copy, sums)
         copy.copied_s = time.thread_time() - cpu_began
         copy.copied(state.changed)
         why_not = self._why_unusable(pending, copy, extents, buffer)
+        # The rank that finds it ends by itself: others may have no memory for the snapshot, and not be here.
+        not_finite = [names[address][0] for address in sums.not_finite()] if why_not is None else []
+        if not_finite:
+            pending.was_staged, why_not = False, f"it is not finite: {listed(not_finite)}"
         if layout.together is not None:
             why_not = next(filter(None, ranks.gather(why_not)), None)
             pending.was_staged = why_not is None
         if why_not is not None:
             self._client.abandon(request.step, number, why_not)
+            if not_finite:
+                raise NonFinite(request.step, not_finite)
             return
         literals = file_images.placed_literals(placed) if ranks.local_rank == 0 else []
         file_images.copy_literals(literals, buffer)
@@ -324,6 +343,16 @@ class SnapshotMaker:
 
     def _torch_file(self, name: str) -> TorchFileLayout:
         return self._layouts.setdefault(name, TorchFileLayout(name))
+
+
+def _finite_storages(state: CapturedState) -> dict[int, tuple[str, torch.dtype]]:
+    """Return name and type of what must be finite, by the address of its storage; what is frozen may hold anything."""
+    found: dict[int, tuple[str, torch.dtype]] = {}
+    for name, tensor in state.sources:
+        is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        if tensor.dtype in FINITE_TYPES and tensor.numel() and not is_frozen:
+            found[tensor.untyped_storage().data_ptr()] = (name, tensor.dtype)
+    return found
 
 
 def _contents(files: Mapping[str, SmallFile]) -> dict[str, bytes]:

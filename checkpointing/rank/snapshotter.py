@@ -43,6 +43,7 @@ class Snapshotter:
         ranks: This rank, with a group that only the copy thread uses.
         overlap: Whether to copy during training; None chooses by measured cost.
         check_replicas: Whether to compare the ranks' parameters and optimizer state before each snapshot.
+        check_finite: Whether to refuse parameters and optimizer state that are not finite.
         device_of: Returns the device that holds given tensors.
         pinning: Pins what this rank copies into; None where the driver cannot.
         buddy_copies: Whether each node keeps a copy of another one's shards, where no node holds all of the state.
@@ -64,6 +65,7 @@ class Snapshotter:
         *,
         overlap: bool | None,
         check_replicas: bool,
+        check_finite: bool = True,
         device_of: Callable[[Iterable[torch.Tensor]], Device] = devices.of,
         pinning: Pinning | None = None,
         buddy_copies: bool = False,
@@ -72,7 +74,9 @@ class Snapshotter:
         self._client, self._ranks, self._pinning = client, ranks, pinning
         self._device_of, self._overlap = device_of, overlap
         self._direct = DirectCommit(client, tiers, ranks.world_size)
-        self._maker = SnapshotMaker(client, ranks, self._direct, check_replicas=check_replicas, pinning=pinning)
+        self._maker = SnapshotMaker(
+            client, ranks, self._direct, check_replicas=check_replicas, pinning=pinning, check_finite=check_finite
+        )
         self._buddy_copies = buddy_copies
         self._copy_thread = CopyThread(on_optimizer_step=self._note_optimizer_step, waiting=waiting)
         self._pending: PendingSnapshot | None = None

@@ -48,6 +48,7 @@ def resilient(
     overhead_cap: float = DEFAULT_OVERHEAD_CAP,
     memory_limit: int | str | None = None,
     buddy_copies: bool = True,
+    allow_non_finite: bool = False,
     local_tier: str | None = None,
     local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
     check_finite: bool = True,
@@ -84,6 +85,7 @@ def resilient(
         overhead_cap: See `CheckpointManager`.
         memory_limit: See `CheckpointManager`.
         buddy_copies: See `CheckpointManager`.
+        allow_non_finite: See `CheckpointManager`.
         local_tier: See `CheckpointManager`.
         local_keep_last: See `CheckpointManager`.
         check_finite: Raise NonFinite from `train` when a step's gradients are NaN or infinite, before anything of that
@@ -160,6 +162,7 @@ def resilient(
             overhead_cap=overhead_cap,
             memory_limit=memory_limit,
             buddy_copies=buddy_copies,
+            allow_non_finite=allow_non_finite,
         )
 
     cls = type(trainer)
