@@ -255,7 +255,8 @@ class FailureKind(Enum):
     NON_FINITE = (
         "non-finite gradients",
         Rule(
-            known_by="the norm of a step's gradients is NaN or infinite; nothing of that step is kept",
+            known_by="the norm of a step's gradients, or a number of its parameters or optimizer state, is NaN or "
+            "infinite; nothing of that step is kept",
             response="restart from the snapshot before it; the second time at the same step, skip the steps from the "
             "snapshot to it, `guards.max_skipped_windows` times at most, then exit 78",
             action=Action.SKIP,
