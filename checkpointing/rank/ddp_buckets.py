@@ -34,7 +34,7 @@ from checkpointing.rank.restore_point import RestorePoint
 
 logger = logging.getLogger("checkpointing")
 
-# What is used of torch that is not documented: torch 2.8 to 2.14 were tried.
+# What is used of torch that is not documented; torch 2.13 was tried.
 _torch: Any = dist
 _NAMES = {
     "Reducer": ("_rebuild_buckets", "_push_all_rebuilt_params", "_update_process_group"),
