@@ -166,6 +166,7 @@ class TrainState:
         optimizer = freeze(self.optimizer.state_dict())
         masters = sharding.stand_ins(self.zero.masters if self.zero is not None else {}, parts)
         states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
+        held = set(map(id, tensors_in(optimizer)))
         if self.on_gpu:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
@@ -181,7 +182,8 @@ class TrainState:
         guards = [tensor for part in parts.values() for tensor in part.guards]
         sources = [
             *named_tensors({name: value for name, value in live.items() if name not in buffers}, "model"),
-            *named_tensors(optimizer, "optimizer"),
+            # Copies are nobody's to write to, and others each time.
+            *((name, one) for name, one in named_tensors(optimizer, "optimizer") if id(one) in held or self.is_sharded),
             *(("a shard", tensor) for tensor in guards if not sharding.is_dtensor(tensor)),
         ]
         return CapturedState(
