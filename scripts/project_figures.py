@@ -1,4 +1,4 @@
-"""Figures of the code's shape: sizes, seams and tests, each with the bar that the project holds itself to.
+"""Figures of the code's shape: seams and tests, each with the bar that the project holds itself to.
 
 `scripts/figures` prints them. A figure is counted on the syntax tree of the product's files, which are not imported;
 only the probe of a new failure class runs code, in a temporary copy.
@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PACKAGES = ("runner", "checkpointing")
-MAX_FILE_LINES = 400
-MAX_CLASS_LINES = 250
 CHECK_BAR_S = 60.0
 TEST_BAR_S = 900.0
 _CONTRACT = "tests/contract runs every back end through one suite"
@@ -69,12 +67,10 @@ class Source:
 
     Attributes:
         path: Relative to the repository, with slashes.
-        lines: Number of lines.
         tree: Its syntax tree.
     """
 
     path: str
-    lines: int
     tree: ast.Module
 
     @property
@@ -87,27 +83,8 @@ def sources(root: Path) -> list[Source]:
     found = []
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        found.append(Source(path.relative_to(root).as_posix(), len(text.splitlines()), ast.parse(text)))
+        found.append(Source(path.relative_to(root).as_posix(), ast.parse(text)))
     return found
-
-
-# -- sizes ---------------------------------------------------------------------------------------------------------
-
-
-def long_files(files: Iterable[Source]) -> Figure:
-    found = [f"{file.path}: {file.lines} lines" for file in files if file.lines > MAX_FILE_LINES]
-    return Figure(f"product files over {MAX_FILE_LINES} lines", len(found), 0, found)
-
-
-def long_classes(files: Iterable[Source]) -> Figure:
-    found = [
-        f"{file.path}: {node.name}, {lines} lines"
-        for file in files
-        for node in ast.walk(file.tree)
-        if isinstance(node, ast.ClassDef)
-        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_CLASS_LINES
-    ]
-    return Figure(f"classes over {MAX_CLASS_LINES} lines", len(found), 0, found)
 
 
 # -- tests ---------------------------------------------------------------------------------------------------------
@@ -332,8 +309,6 @@ def counted(root: Path) -> list[Figure]:
     """Return the figures that need no more than reading the code."""
     files = sources(root)
     return [
-        long_files(files),
-        long_classes(files),
         untested_modules(root, files),
         retention_option_files(files),
         storage_back_end_files(files),

@@ -31,17 +31,6 @@ def write(tree: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def test_sizes(project_figures: ModuleType, tree: Path) -> None:
-    body = "\n".join(f"    x{number} = 1" for number in range(250))
-    write(tree, "runner/exact.py", "\n".join(["pass"] * 400))
-    write(tree, "runner/long.py", "\n".join(["pass"] * 401))
-    write(tree, "runner/big.py", f"class Fits:\n{body.rpartition(chr(10))[0]}\nclass Big:\n{body}\n")
-    files = project_figures.sources(tree)
-    # The file with both classes is too long as well.
-    assert project_figures.long_files(files).found == ["runner/big.py: 501 lines", "runner/long.py: 401 lines"]
-    assert project_figures.long_classes(files).found == ["runner/big.py: Big, 251 lines"]
-
-
 def test_a_module_is_tested_by_its_mirror_or_by_a_test_that_imports_it(project_figures: ModuleType, tree: Path) -> None:
     for name in ("short", "named", "attribute", "alone", "__main__"):
         write(tree, f"runner/{name}.py", "")
