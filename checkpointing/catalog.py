@@ -24,7 +24,7 @@ class CatalogEntry:
         manifest: Its manifest, if it is whole.
         problem: Otherwise, why it is not loaded.
         is_foreign: Whether it was not written by this library.
-        is_stale: Whether it does not count, whatever its bytes are: a newer attempt had begun.
+        is_stale: Whether it does not count, whatever its bytes are: a newer attempt had begun, or it is not finite.
     """
 
     storage: Storage
@@ -143,6 +143,9 @@ def _entries(storage: Storage, fence: Fence, rank: int) -> Iterable[tuple[int, i
             entry = CatalogEntry(storage, step, None, found.reason, is_stale=isinstance(found, StaleCheckpoint))
         elif not fence.admits(found):
             problem = f"attempt {found.attempt} published it after a newer one had begun elsewhere"
+            entry = CatalogEntry(storage, step, None, problem, is_stale=True)
+        elif found.not_finite:
+            problem = f"kept for a post-mortem: {', '.join(found.not_finite[:3])} hold NaN or infinity"
             entry = CatalogEntry(storage, step, None, problem, is_stale=True)
         else:
             entry = CatalogEntry(storage, step, found, None)

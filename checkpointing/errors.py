@@ -126,7 +126,7 @@ class ReplicasDrifted(CheckpointError):
 
 
 class NonFinite(CheckpointError):
-    """The gradients of a step, or its parameters and optimizer state, are NaN or infinite: nothing of it is kept.
+    """The gradients of a step, or its parameters and optimizer state, are NaN or infinite: it makes no checkpoint.
 
     Args:
         step: The step.
@@ -137,10 +137,11 @@ class NonFinite(CheckpointError):
         found = f" ({', '.join(tensors[:3])}{', …' if tensors[3:] else ''})" if tensors else ""
         super().__init__(
             f"the {'state' if tensors else 'gradients'} of step {step} {'is' if tensors else 'are'} not finite{found}; "
-            "nothing of it is kept. If that comes again, its data or the learning rate are at fault"
+            f"nothing {'resumes from it' if tensors else 'of it is kept'}. If that comes again, its data or the "
+            "learning rate are at fault"
             + ("; allow_non_finite=True is for a state that holds infinities on purpose" if tensors else "")
         )
-        self.step = step
+        self.step, self.tensors = step, list(tensors)
 
 
 class LossSpike(CheckpointError):

@@ -247,6 +247,19 @@ class SnapshotDamaged(SnapshotUnused, name="snapshot_damaged"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotFiniteKept(StepEvent, name="not_finite_kept"):
+    """A state that is not finite was kept for a post-mortem; nothing resumes from it.
+
+    Attributes:
+        where: The folder or URL that holds it.
+        tensors: Names of tensors of it that hold NaN or infinity.
+    """
+
+    where: str
+    tensors: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryShort(Event, name="memory_short"):
     """There is memory for fewer than two snapshots: for `arenas` of them; `reason` says why."""
 

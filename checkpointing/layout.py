@@ -17,6 +17,8 @@ EXTRA_STATE_NAME = "extra_state.pt"
 OPTIONS_NAME = "optimizer_options.pt"
 # In which order DistributedDataParallel sums gradients.
 BUCKETS_NAME = "ddp_buckets.json"
+# Next to the checkpoints: a state with NaN or infinity, for a post-mortem.
+NOT_FINITE_FOLDER = "not-finite"
 # Every rank's share of the loop's state that Hugging Face does not save.
 LOOP_STATE_PREFIX = "loop_state_"
 

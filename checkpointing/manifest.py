@@ -74,6 +74,8 @@ class SnapshotInfo:
         world_size: Number of ranks that wrote it.
         samples_consumed: The data cursor, in samples drawn by all ranks since the start of the run.
         metrics: Measurements of this step by name, from which the best checkpoint is found.
+        not_finite: Names of tensors that hold NaN or infinity, where the state is kept for a post-mortem all the same;
+            nothing resumes from it.
     """
 
     run_id: str
@@ -82,6 +84,7 @@ class SnapshotInfo:
     world_size: int
     samples_consumed: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    not_finite: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,19 @@ class Manifest:
     files: tuple[FileEntry, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     folder: str = ""
+    not_finite: tuple[str, ...] = ()
 
     @property
     def info(self) -> SnapshotInfo:
         """Where in its run the state was taken."""
         return SnapshotInfo(
-            self.run_id, self.attempt, self.step, self.world_size, self.samples_consumed, dict(self.metrics)
+            self.run_id,
+            self.attempt,
+            self.step,
+            self.world_size,
+            self.samples_consumed,
+            dict(self.metrics),
+            self.not_finite,
         )
 
     @property
@@ -125,6 +135,9 @@ class Manifest:
         """Return the manifest as JSON, with its digest."""
         body: dict[str, Any] = {"format_version": _version_of([file.name for file in self.files]), **asdict(self)}
         body["files"] = [asdict(file) for file in self.files]
+        if not self.not_finite:
+            # As those of all releases.
+            del body["not_finite"]
         return json.dumps({**body, "manifest_digest": _self_digest(body)}, indent=1).encode()
 
     @classmethod
@@ -170,6 +183,7 @@ class Manifest:
                 files=_file_entries(_typed(document, "files", list)),
                 metrics=_metrics(document.get("metrics", {})),
                 folder=_folder(document.get("folder", "")),
+                not_finite=_names(document.get("not_finite", [])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidCheckpoint(where, f"{MANIFEST_NAME} lacks or mistypes a field ({error})") from None
@@ -214,6 +228,13 @@ def _metrics(value: Any) -> dict[str, float]:
         raise TypeError(f"metrics={reprlib.repr(value)} is not an object")
     "".join(value).encode()
     return {name: _finite(reprlib.repr(name), number) for name, number in value.items()}
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"not_finite={reprlib.repr(value)} is not a list of names")
+    "".join(value).encode()
+    return tuple(value)
 
 
 def _folder(value: Any) -> str:

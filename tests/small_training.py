@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import safetensors.torch
@@ -37,6 +38,7 @@ class Arenas:
         self.memory = memoryview(memory)
         self.staged_steps: dict[int, dict[str, Any]] = {}
         self.abandoned: list[str] = []
+        self.not_finite: list[str] = []
         self.announced: list[Event] = []
         self.may_reserve = threading.Event()
 
@@ -51,6 +53,7 @@ class Arenas:
         return 0, self.memory
 
     def staged(self, step: int, arena: int, files: list[tuple[str, int, int]], *args: Any, **kwargs: Any) -> None:
+        self.not_finite += kwargs.get("not_finite", ())
         self.staged_steps[step] = {name: bytes(self.memory[offset : offset + n]) for name, offset, n in files}
 
     def abandon(self, step: int, arena: int, reason: str) -> None:
@@ -109,19 +112,24 @@ class SmallTraining:
         device: Device | None = None,
         capturable: bool = False,
         pinning: Pinning | None = None,
+        scaler: Any = None,
+        before: Callable[[torch.nn.Module], None] = lambda model: None,
     ) -> None:
         """
         Args:
             on: where the tensors are.
             device: stands for it.
             capturable: the optimizer's step can be a part of a CUDA graph.
+            scaler: the gradient scaler.
+            before: called with the model before it is known to anything.
         """
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to(on)
+        before(self.model)
         adamw = torch.optim.AdamW(self.model.parameters(), lr=0.1, capturable=capturable)
         self.optimizer: Any = Foreign(self.model) if foreign else adamw
         self.average, self.arenas, self._on = Average(self.model), Arenas(is_pinned=on.startswith("cuda")), on
-        self.train_state = TrainState(self.model, self.optimizer, states={"average": self.average})
+        self.train_state = TrainState(self.model, self.optimizer, scaler=scaler, states={"average": self.average})
         client: Any = self.arenas
         tiers: Any = None
         self.snapshotter = Snapshotter(

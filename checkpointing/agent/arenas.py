@@ -45,6 +45,7 @@ class Arena:
         stage: Name of the snapshot's stage.
         copied_by: Local ranks that have copied their share.
         words: Sum of the words that each local rank has copied, of their source, and their size; see `word_sum`.
+        not_finite: Names of tensors of it that hold NaN or infinity: it is of use for a post-mortem alone.
         info: Where in its run the snapshot was taken; None until the leader has copied.
         files: Name, offset and size in bytes of each file image.
         together: The save, where the snapshot is only this node's share of a state.
@@ -72,6 +73,7 @@ class Arena:
     stage: str = ""
     copied_by: set[int] = field(default_factory=set)
     words: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+    not_finite: tuple[str, ...] = ()
     info: SnapshotInfo | None = None
     files: list[tuple[str, int, int]] = field(default_factory=list)
     together: Together | None = None
@@ -107,6 +109,7 @@ class Arena:
         self.copied_by.clear()
         self.words.clear()
         self.receiving.clear()
+        self.not_finite = ()
         self.digests, self.parts, self.guests, self.together, self.begun, self.split = {}, {}, {}, None, None, None
         self.digested = threading.Event()
         self.commit_wanted = self.damaged = self.publishes = False

@@ -276,6 +276,7 @@ class AgentClient:
         split: Split | None = None,
         receives: bool = False,
         words: tuple[int, int] | None = None,
+        not_finite: Sequence[str] = (),
     ) -> None:
         """Report that this rank has copied its share of a snapshot.
 
@@ -292,8 +293,10 @@ class AgentClient:
             split: The save, where other nodes hold the same snapshot, and write parts of it.
             receives: This rank is about to receive a copy of another node's shard; then `received` must follow.
             words: Sum of the words that it has copied, of their source, and their size in bytes; None if not known.
+            not_finite: Names of tensors that hold NaN or infinity: nothing resumes from the snapshot.
         """
         message: Message = {"do": "staged", "step": step, "arena": arena, "receives": receives, "words": words}
+        message["not_finite"] = list(not_finite)
         if self._is_leader:
             message |= {"files": list(files), "world_size": world_size, "samples_consumed": samples_consumed}
             message |= {"retention": asdict(retention), "metrics": dict(metrics or {}), "commit": commit}

@@ -17,13 +17,14 @@ from checkpointing.agent.results import Report, SharesWritten
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import DamagedMemory, Fenced
-from checkpointing.events import CommitFailed, Committed, Pruned, PruneFailed, SnapshotDamaged
+from checkpointing.events import CommitFailed, Committed, NotFiniteKept, Pruned, PruneFailed, SnapshotDamaged
 from checkpointing.events import Fenced as FencedEvent
+from checkpointing.layout import NOT_FINITE_FOLDER
 from checkpointing.manifest import Manifest, SnapshotInfo
 from checkpointing.retention import Retention, steps_to_remove
 from checkpointing.shards import HeldFile, ShardParts, parts_name, shard_rank
 from checkpointing.split import Split, SplitSave, write_portion
-from checkpointing.storage import Storage
+from checkpointing.storage import Storage, open_storage
 from checkpointing.tiers import Tiers
 from checkpointing.together import Begun, begin_together, write_shards
 
@@ -33,6 +34,8 @@ logger = logging.getLogger("checkpointing")
 _MOST_MISSES = 2
 # Checkpoints in a row that cannot be removed before the others have to wait for the next time.
 _MOST_REFUSALS = 3
+# Tensors that are named where a state is not finite.
+_MOST_NAMES = 100
 
 
 class Publisher:
@@ -82,17 +85,7 @@ class Publisher:
         """
         assert arena.info is not None
         self._fencer.wait_until_answered()
-
-        def digest_of(name: str) -> str:
-            # Asked once the file has been written, from the same memory.
-            self._check_unchanged(arena, name)
-            return arena.digests[name]
-
-        files = [
-            StagedFile(name, [arena.view(offset, size)], functools.partial(digest_of, name))
-            for name, offset, size in arena.files
-        ]
-        files += [_staged_parts(shard) for shard in _shards(arena)]
+        files = [*self._staged_files(arena), *(_staged_parts(shard) for shard in _shards(arena))]
         attempt = arena.info.attempt
         save, others_bytes = None, 0
         if split is not None:
@@ -114,6 +107,41 @@ class Publisher:
         if save is not None and held:
             self._meetings.add(attempt, save.gave_up is None)
         return outcome
+
+    def keep_not_finite(self, arena: Arena) -> None:
+        """Keep a snapshot that is not finite in a folder of its own at the durable tier, unless one is there already.
+
+        Nothing looks for checkpoints there: it neither counts nor is resumed from.
+        """
+        assert arena.info is not None
+        self._fencer.wait_until_answered()
+        info = dataclasses.replace(arena.info, not_finite=arena.not_finite[:_MOST_NAMES])
+        try:
+            place = open_storage(f"{self._tiers.durable.location.rstrip('/')}/{NOT_FINITE_FOLDER}")
+            if place.steps():
+                return
+            place.begin_attempt(info.attempt)
+            commit_snapshot(place, info, self._staged_files(arena), lambda: not arena.damaged)
+        except Exception as error:
+            # It is of use to people alone.
+            logger.warning(
+                "the state of step %d, which is not finite, could not be kept: %s", info.step, text_of(error)
+            )
+            return
+        self._report(
+            NotFiniteKept(step=info.step, where=place.describe(info.step), tensors=list(info.not_finite)), None
+        )
+
+    def _staged_files(self, arena: Arena) -> list[StagedFile]:
+        def digest_of(name: str) -> str:
+            # Asked once the file has been written, from the same memory.
+            self._check_unchanged(arena, name)
+            return arena.digests[name]
+
+        return [
+            StagedFile(name, [arena.view(offset, size)], functools.partial(digest_of, name))
+            for name, offset, size in arena.files
+        ]
 
     def _check_unchanged(self, arena: Arena, name: str) -> None:
         """Check that a file that has just been written is what was captured.
@@ -354,4 +382,4 @@ def committed_at(storage: Storage) -> list[Manifest]:
     Raises:
         OSError: Storage refused.
     """
-    return [found for _, found in storage.survey() if isinstance(found, Manifest)]
+    return [found for _, found in storage.survey() if isinstance(found, Manifest) and not found.not_finite]

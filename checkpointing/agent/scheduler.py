@@ -169,6 +169,7 @@ class Scheduler:
         *,
         receives: bool = False,
         words: tuple[int, int] | None = None,
+        not_finite: tuple[str, ...] = (),
     ) -> None:
         """Note that a rank has copied its share; once all have, the snapshot is whole.
 
@@ -180,12 +181,14 @@ class Scheduler:
             content: What the snapshot is; from the node's leader alone.
             receives: The rank is about to receive a copy of another node's shard, see `received`.
             words: Sum of the words that the rank has copied, of their source, and their size; None if not known.
+            not_finite: Names of tensors that hold NaN or infinity: nothing resumes from the snapshot.
         """
         arena = self._filling(number, step)
         if arena is None:
             return
         arena.copied_by.add(local_rank)
         arena.words[local_rank] = words
+        arena.not_finite = tuple(dict.fromkeys(arena.not_finite + not_finite))
         if receives:
             arena.receiving.add(local_rank)
         if content is not None:
@@ -197,9 +200,22 @@ class Scheduler:
             arena.num_tasks += 1
             self._spend_abandoned(arena)
             self._workers.of(arena.stage).digest(arena)
+            if arena.not_finite:
+                self._keep_not_finite(arena)
+                return
             self._publish_step(SnapshotTaken(step=arena.step, to_be_committed=arena.commit_wanted))
             if arena.commit_wanted:
                 self._commit(arena)
+
+    def _keep_not_finite(self, arena: Arena) -> None:
+        """Keep a snapshot for a post-mortem, from which nobody resumes."""
+        reason = f"it is not finite: {', '.join(arena.not_finite[:3])}"
+        self._publish_step(SnapshotDropped(step=arena.step, reason=reason))
+        self.outcomes[arena.step] = reason
+        arena.is_spent = True
+        if self._duty.commits:
+            arena.num_tasks += 1
+            self._workers.of(arena.stage).keep_not_finite(arena)
 
     def received(self, number: int, step: int, local_rank: int | None, guest: Guest | None) -> None:
         """Note that a rank has put a copy of another node's shard into an arena, or has not got one."""

@@ -245,7 +245,16 @@ class Agent:
         local_rank, local_world_size = client.local_rank, client.local_world_size
         said = message.get("words")
         words = (int(said[0]), int(said[1])) if said is not None else None
-        self._scheduler.copied(number, step, local_rank, local_world_size, content, receives=receives, words=words)
+        self._scheduler.copied(
+            number,
+            step,
+            local_rank,
+            local_world_size,
+            content,
+            receives=receives,
+            words=words,
+            not_finite=tuple(map(str, message.get("not_finite", ()))),
+        )
         self._answer_waiting()
 
     # -- answers that had to wait --------------------------------------------------------------------------------

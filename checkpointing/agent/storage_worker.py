@@ -60,6 +60,16 @@ class _Portion:
     split: Split
 
 
+@dataclass(frozen=True)
+class _PostMortem:
+    """A snapshot that is not finite, to be kept for a post-mortem."""
+
+    arena: Arena
+
+
+_Task = _Commit | _Portion | _PostMortem | _Prune
+
+
 class StorageWorker:
     """Methods are called by the agent's main thread; results are reported from other threads.
 
@@ -111,9 +121,7 @@ class StorageWorker:
         durable = tiers.durable
         self.sidecars = SidecarWriter(durable.sidecars, tiers.name(durable), report, self._flush_retries)
         self._digesting: TaskThread[Arena] = TaskThread("checkpoint-digest", one_by_one(self._digest))
-        self._committing: TaskThread[_Commit | _Portion | _Prune] = TaskThread(
-            "checkpoint-commit", one_by_one(self._commit)
-        )
+        self._committing: TaskThread[_Task] = TaskThread("checkpoint-commit", one_by_one(self._commit))
         self._threads = (self._digesting, self._committing, self.uploader.thread, self.sidecars.thread)
 
     def start(self) -> None:
@@ -177,6 +185,10 @@ class StorageWorker:
         """Write this node's parts of a snapshot that another one commits; reports `PortionEnded`."""
         self._committing.put(_Portion(arena, split))
 
+    def keep_not_finite(self, arena: Arena) -> None:
+        """Keep a snapshot that is not finite for a post-mortem, if it is the first; reports `PortionEnded`."""
+        self._committing.put(_PostMortem(arena))
+
     def prune(self) -> None:
         """Remove what retention does not keep, and upload what is due: a rank has committed by itself."""
         self._committing.put(_Prune.PRUNE)
@@ -210,7 +222,11 @@ class StorageWorker:
         arena.digested.set()
         self._report(Digested(), arena)
 
-    def _commit(self, task: _Commit | _Portion | _Prune) -> None:
+    def _commit(self, task: _Task) -> None:
+        if isinstance(task, _PostMortem):
+            self.publisher.keep_not_finite(task.arena)
+            self._report(PortionEnded(), task.arena)
+            return
         first = self._tiers.first
         # Only the durable tier is one that all nodes can write to.
         splits = self._tiers.local is None and first.can_split

@@ -27,11 +27,13 @@ class Extent:
         offset: Place of the first byte.
         source: uint8 tensor: its last dimension is a run, the others count the runs, by level.
         strides: Distance in bytes between the begins of two runs, by level; empty for one run.
+        of: The live tensor that `source` is a copy of; None where it is a view.
     """
 
     offset: int
     source: torch.Tensor
     strides: tuple[int, ...] = ()
+    of: torch.Tensor | None = None
 
     @property
     def end(self) -> int:

@@ -211,7 +211,7 @@ def _extents(part: Part) -> Iterator[Extent]:
         found = runs(box, part.shape)
         own = part.tensor[_slices(box.own)].contiguous()
         strides = tuple(stride * size for stride in found.strides)
-        yield Extent(found.offset * size, bytes_of(own.view(*found.counts, found.length)), strides)
+        yield Extent(found.offset * size, bytes_of(own.view(*found.counts, found.length)), strides, part.tensor)
 
 
 def _slices(ranges: Iterable[Range]) -> tuple[slice, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from checkpointing.rank.captured_state import CapturedState, completed
 from checkpointing.rank.copy_thread import Copy
 from checkpointing.rank.direct_commit import DirectCommit
 from checkpointing.rank.file_images import Extent, FileImage, PlacedFile, blob_image
-from checkpointing.rank.fingerprint import FINITE_TYPES, SourceSum
+from checkpointing.rank.fingerprint import FINITE_TYPES, SourceSum, not_finite_names
 from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.rank_files import differing_buffers, own_objects
 from checkpointing.rank.ranks import Ranks
@@ -149,10 +150,12 @@ class SnapshotMaker:
         copy.copied(state.changed)
         why_not = self._why_unusable(pending, copy, extents, buffer)
         # The rank that finds it ends by itself: others may have no memory for the snapshot, and not be here.
-        not_finite = [names[address][0] for address in sums.not_finite()] if why_not is None else []
+        not_finite = self._not_finite(state, sums, names) if why_not is None else []
         if not_finite:
-            pending.was_staged, why_not = False, f"it is not finite: {listed(not_finite)}"
+            pending.was_staged = False
         if layout.together is not None:
+            # Of what is spread over nodes, none has enough for a post-mortem.
+            why_not = f"it is not finite: {listed(not_finite)}" if not_finite else why_not
             why_not = next(filter(None, ranks.gather(why_not)), None)
             pending.was_staged = why_not is None
         if why_not is not None:
@@ -183,7 +186,10 @@ class SnapshotMaker:
             split=split,
             receives=buddies is not None,
             words=sums.total(buffer, literals),
+            not_finite=not_finite,
         )
+        if not_finite:
+            raise NonFinite(request.step, not_finite)
         if buddies is not None:
             own, guest = (
                 next(file for file in placed if file.image.name == shard_name(rank))
@@ -196,6 +202,19 @@ class SnapshotMaker:
                 buffer[guest.offset : guest.offset + guest.image.nbytes],
                 guest.offset,
             )
+
+    def _not_finite(
+        self, state: CapturedState, sums: SourceSum, names: Mapping[int, tuple[str, torch.dtype]]
+    ) -> list[str]:
+        """Return the names of what holds NaN or infinity, of what this rank has copied and of its own buffers."""
+        if not self._check_finite:
+            return []
+        found = [names[address][0] for address in sums.not_finite()]
+        buffers = {**state.model, **state.stage_buffers}
+        found += not_finite_names({name: buffers[name] for name in sorted(state.finite) if name in buffers})
+        if state.scale is not None and not 0 < state.scale < math.inf:
+            found.append(f"scaler: a scale of {state.scale:g}")
+        return found
 
     def _give_buddies_up(self) -> None:
         """Keep no copies of other nodes' shards any more: some node has no memory for them."""

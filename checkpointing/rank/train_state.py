@@ -25,6 +25,7 @@ from checkpointing.layout import (
 from checkpointing.rank import sharding
 from checkpointing.rank.adapter import BASE_NAME, Adapter
 from checkpointing.rank.captured_state import CapturedState, versions_of
+from checkpointing.rank.fingerprint import not_finite_names
 from checkpointing.rank.optimizer_memory import OptimizerMemory
 from checkpointing.rank.param_names import matched_to
 from checkpointing.rank.readable import check_readable
@@ -73,6 +74,7 @@ class TrainState:
     adapter: Adapter | None = None
     zero: ZeroState | None = None
     stages: Stages | None = None
+    _finite_buffers: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -80,6 +82,10 @@ class TrainState:
         for name in self.states:
             if not name.isidentifier() or name in ("optimizer", "scheduler", "scaler", "rng_state"):
                 raise ValueError(f"states: the name {name!r} is not allowed; use another identifier")
+        # Masks hold infinities from the beginning; other buffers are to stay finite.
+        buffers = dict(self.model.named_buffers()) if self.model is not None else {}
+        whole = {name: value for name, value in buffers.items() if not sharding.is_sharded(value)}
+        object.__setattr__(self, "_finite_buffers", frozenset(whole.keys() - set(not_finite_names(whole))))
 
     @property
     def weights_name(self) -> str:
@@ -201,6 +207,8 @@ class TrainState:
             versions=versions_of([*model.values(), *tensors_in(optimizer), *guards]),
             stage_buffers=stage_buffers,
             sources=[(name, tensor) for name, tensor in sources if not sharding.is_stand_in(tensor, parts)],
+            finite=self._finite_buffers & buffers.keys(),
+            scale=_scale_of(objects.get(SCALER_NAME)),
             uncut=local_world_size if is_late else None,
         )
 
@@ -318,6 +326,12 @@ class TrainState:
             _fill_buffers(self.model, ranks.get("buffers", {}))
         _load_if_there(self.scheduler, point, SCHEDULER_NAME, own_name)
         _load_if_there(self.scaler, point, SCALER_NAME, own_name)
+
+
+def _scale_of(scaler: Any) -> float | None:
+    """Return the scale in the state dict of a gradient scaler; None where it is not enabled."""
+    scale = scaler.get("scale") if isinstance(scaler, dict) else None
+    return float(scale) if isinstance(scale, (int, float)) else None
 
 
 def _load(stateful: Any, point: RestorePoint, name: str, change: Callable[[Any], Any] | None = None) -> None:
