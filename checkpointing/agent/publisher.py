@@ -14,6 +14,7 @@ from checkpointing.agent.duty import Duty
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, progress_reporter, text_of
 from checkpointing.agent.results import Report, SharesWritten
+from checkpointing.catalog import verify
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import DamagedMemory, Fenced
@@ -43,6 +44,7 @@ class Publisher:
 
     Attributes:
         retention: What the durable tier keeps, as the ranks last said; None until they have.
+        is_hurried: The run was asked to stop: nothing that can wait is done.
     """
 
     def __init__(
@@ -68,12 +70,15 @@ class Publisher:
             clock: Seconds.
         """
         self.retention: Retention | None = None
+        self.is_hurried = False
         self._tiers, self._fencer, self._report = tiers, fencer, report
         self._local_retention, self._flush_retries, self._clock = local_retention, flush_retries, clock
         self._duty = duty
         self._meetings = _Meetings()
         # By tier: sizes of the checkpoints that could not be removed, by step.
         self._stuck: dict[str, dict[int, int]] = {}
+        # Step and attempt of the checkpoints that were read back from the durable tier.
+        self._proven: set[tuple[int, int]] = set()
 
     def commit(self, arena: Arena, storage: Storage, split: Split | None = None) -> Outcome:
         """Publish an arena's snapshot, once its attempt has begun. Its digests are awaited file by file.
@@ -296,14 +301,16 @@ class Publisher:
         try:
             committed = committed_at(storage)
             sizes = {manifest.step: manifest.total_bytes for manifest in committed}
-            doomed = steps_to_remove(committed, retention)
-            kept = spared() if doomed else ()
+            doomed = set(steps_to_remove(committed, retention))
+            doomed -= set(spared()) if doomed else set()
+            if doomed and not self._is_proven(storage, [one for one in committed if one.step not in doomed]):
+                return
         except Exception as error:
             self._report(PruneFailed(tier=tier, error=text_of(error)), None)
             return
         failures = 0
         # Those that could not be removed before come last: others must not wait for them.
-        for step in sorted(set(doomed) - set(kept), key=lambda step: (step in stuck, step)):
+        for step in sorted(doomed, key=lambda step: (step in stuck, step)):
             try:
                 storage.remove(step)
             except Exception as error:
@@ -321,6 +328,28 @@ class Publisher:
                 failures = 0
                 stuck.pop(step, None)
                 self._report(Pruned(step=step, tier=tier), None)
+
+    def _is_proven(self, storage: Storage, kept: Sequence[Manifest]) -> bool:
+        """Return whether one of the checkpoints that stay is known to be what was written, as the storage has it.
+
+        A disk may hold other bytes than it was given, and say nothing. Of those that stay, one is read back: the
+        newest, unless another one was before, and none where the run was asked to stop, which must not take as long.
+
+        Raises:
+            OSError: It is not what was written, or cannot be read.
+        """
+        if storage is not self._tiers.durable or storage.checks_arrival:
+            return True
+        self._proven &= {(one.step, one.attempt) for one in kept}
+        if self._proven or not kept:
+            return True
+        if self.is_hurried:
+            return False
+        newest = max(kept, key=lambda one: one.step)
+        storage.refresh(newest.step)
+        verify(storage, newest.step)
+        self._proven.add((newest.step, newest.attempt))
+        return True
 
 
 class _Meetings:

@@ -85,6 +85,7 @@ class Agent:
         of a job (Slurm signals all that a step has started), and the snapshot that the ranks then make needs the agent.
         """
         if not self._connections.has_monitor:
+            self._workers.hurry(True)
             self._end()
             self._results.wake()
 
@@ -156,10 +157,12 @@ class Agent:
         match message.get("do"):
             case "begin_attempt":
                 self._duty.commits = bool(message.get("commits", self._duty.commits))
+                self._workers.hurry(False)
                 self._attempt.begin(int(message["attempt"]), fetch=bool(message["fetch"]))
                 self._connections.send(client, {"event": protocol.ATTEMPT_BEGUN, "attempt": self._attempt.number})
             case "request_stop":
                 self._attempt.control.stop_requested = True
+                self._workers.hurry(True)
             case "end_attempt":
                 # Ranks that have died may have left messages unread; they come before the answer.
                 for rank, unread in self._connections.unread_of_ranks():

@@ -32,6 +32,7 @@ class StageWorkers:
         self._tiers, self._report, self._make = tiers, report, make
         self._workers = {FIRST_STAGE.name: make(tiers, report)}
         self.stage = FIRST_STAGE
+        self._is_hurried = False
 
     @property
     def current(self) -> StorageWorker:
@@ -75,8 +76,15 @@ class StageWorkers:
         self.stage = stage
         if stage.name not in self._workers:
             worker = self._make(self._tiers.inside(stage), functools.partial(self._report_of, stage))
+            worker.publisher.is_hurried = self._is_hurried
             self._workers[stage.name] = worker
             worker.start()
+
+    def hurry(self, is_hurried: bool) -> None:
+        """Have nothing done that can wait, or have it done again."""
+        self._is_hurried = is_hurried
+        for worker in self._workers.values():
+            worker.publisher.is_hurried = is_hurried
 
     def upload_due(self) -> None:
         """Upload what is due, of all stages."""

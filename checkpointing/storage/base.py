@@ -317,6 +317,14 @@ class Storage(ABC):
         return False
 
     @property
+    def checks_arrival(self) -> bool:
+        """Whether the place compares what it stores with a checksum of the writer's.
+
+        Where it does not, what was written is read back before older checkpoints are removed for it.
+        """
+        return False
+
+    @property
     def decides_between_writers(self) -> bool:
         """Whether the place itself lets only one of two writers publish at the same moment."""
         return True

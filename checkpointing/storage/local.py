@@ -131,9 +131,10 @@ class LocalStorage(Storage):
 
     def refresh(self, step: int) -> None:
         """Drop the checkpoint's files from the page cache."""
-        for path in self.directory(step).rglob("*"):
+        found = ((folder, name) for folder, _, names in os.walk(self.directory(step)) for name in names)
+        for folder, name in found:
             with contextlib.suppress(OSError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                descriptor = os.open(Path(folder, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 finally:

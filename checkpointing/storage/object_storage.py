@@ -248,6 +248,11 @@ class ObjectStorage(Storage):
         return self.store.shared_uploads is not None
 
     @property
+    def checks_arrival(self) -> bool:
+        """Object stores compare what arrives with the checksum that their client sends."""
+        return True
+
+    @property
     def decides_between_writers(self) -> bool:
         """Whether the server honours "only if absent"."""
         return self.store.honours_if_absent

@@ -4,6 +4,9 @@ A killed process leaves everything that it has done. A power cut leaves what was
 each name that was given, moved or removed in a directory since that was fsync'ed, by itself, in any combination (a
 rename is one change); and of each file that was not fsync'ed all of its bytes, or not. That is what POSIX allows, and
 more than most file systems do.
+
+Besides, the memory that a snapshot is written from may change at any moment (`flips`), and the disk may say that it has
+written a file and hold other bytes (`lies`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from chaos.commit_model import CommitModel, Fault, Fence, Judged, Life, Op, Script
+from chaos.commit_model import CommitModel, Fault, Fence, Judged, Life, Op, Script, Situation
 
 MANIFEST = "manifest.json"
 # A file in a checkpoint's directory: how much of it is durable, and what a power cut may make of that.
@@ -40,12 +43,27 @@ Inode = Any
 
 
 class Disk(NamedTuple):
-    """`durable` names in the root, changes of them since its last fsync, directories' contents, fences not fsync'ed."""
+    """Everything that is on the disk, and the memory of those that write.
+
+    Attributes:
+        durable: names in the root.
+        pending: changes of them since its last fsync.
+        directories: their contents.
+        unsynced: fences that were not fsync'ed.
+        flips: how often the memory of a writer may yet change.
+        spoilt: attempts whose snapshot in memory has changed.
+        lies: how many files may yet hold other bytes than the disk says.
+        lied: steps of which it holds other bytes: nobody can have them back.
+    """
 
     durable: tuple[tuple[str, Inode], ...]
     pending: tuple[tuple[tuple[str, Inode | None], ...], ...] = ()
     directories: tuple[tuple[Inode, tuple[tuple[str, File], ...]], ...] = ()
     unsynced: frozenset[Inode] = frozenset()
+    flips: int = 0
+    spoilt: frozenset[int] = frozenset()
+    lies: int = 0
+    lied: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -76,6 +94,8 @@ class DiskRules:
     sweep_fsyncs: bool = True
     prune_manifest_first: bool = True
     keeps_newest: bool = True
+    compares_memory: bool = True
+    reads_back: bool = True
 
 
 CODED = DiskRules()
@@ -218,6 +238,7 @@ class DiskScripts:
         temporary = f".checkpoint-{step}.{attempt if rules.own_folder else 0}.tmp"
         folder = temporary if rules.writes_beside else target
         inode = (step, attempt)
+        yield Op("capture", value=attempt)
         yield from self.remove_tree(folder)
         if not (yield Op("mkdir", folder, inode, points=("local.begun",))):
             return "failed"
@@ -225,6 +246,8 @@ class DiskScripts:
         written = [(name, "local.write", "local.written", rules.fsyncs_files) for name in self.files]
         manifest = (MANIFEST, "", "local.manifest", rules.fsyncs_manifest)
         for name, write, done, fsyncs in [*written, manifest] if rules.manifest_last else [manifest, *written]:
+            if name == MANIFEST and rules.compares_memory and not (yield Op("compare", value=attempt)):
+                return (yield from self.abort(folder, "damaged"))
             points = tuple(filter(None, (write,) if fsyncs and first else (write, done)))
             if not (yield Op("create", f"{folder}/{name}", attempt, points)):
                 return (yield from self.abort(folder, "failed"))
@@ -287,17 +310,37 @@ class DiskScripts:
 
     # -- prune ---------------------------------------------------------------------------------------------------
 
-    def prune(self) -> Script:
-        """With `keep_last=1`."""
+    def prune(self, proven: int = 0) -> Script:
+        """With `keep_last=1`; return the newest step that was read back, of those that this life has."""
         fence, sizes, steps = yield from self.survey()
         committed = []
         for step in steps:
             if (yield from self.check(step, fence, sizes.get(step) or ())) is not None:
                 committed.append(step)
         doomed = sorted(committed)[:-1] if self.rules.keeps_newest else sorted(committed)
+        newest = max(committed, default=0)
+        if doomed and self.rules.reads_back and proven != newest:
+            if not (yield from self.read_back(newest)):
+                return proven
+            proven = newest
         for step in doomed:
             if not (yield from self.remove(step)):
-                return
+                break
+        return proven
+
+    def read_back(self, step: int) -> Script:
+        """Past the page cache: each file is opened to be dropped from it, and then read."""
+        folder = f"checkpoint-{step}"
+        for _ in (yield Op("list", folder)) or ():
+            yield Op("read", f"{folder}/*", idle=True)
+        fence = yield from self.read_fence()
+        attempt = yield from self.check(step, fence, (yield Op("list", folder)) or ())
+        if attempt is None:
+            return False
+        for name in self.files:
+            if (yield Op("read", f"{folder}/{name}")) != attempt:
+                return False
+        return True
 
     def remove(self, step: int) -> Script:
         rules = self.rules
@@ -324,7 +367,8 @@ class DiskScripts:
         """Everything that an attempt does; `since` selects what it has not done yet."""
         step = 1
         if since == "prune":
-            return (yield from self.prune())
+            yield from self.prune()
+            return
         if roll_back_to:
             yield from self.roll_back(roll_back_to)
         if since == "begin":
@@ -340,16 +384,17 @@ class DiskScripts:
         yield from self.train(attempt, step, saves)
 
     def train(self, attempt: int, step: int, saves: int) -> Script:
+        proven = 0
         for number in range(saves):
             if not self.rules.prunes_after_commit:
                 yield from self.remove(step + number)
             outcome = yield from self.save(step + number + 1, attempt)
             if outcome == "fenced":
                 return
-            yield Op("then", value=("saved", step, number, outcome))
+            yield Op("then", value=("saved", step, number, outcome, proven))
             if outcome == "committed" and self.rules.prunes_after_commit:
-                yield from self.prune()
-                yield Op("then", value=("pruned", step, number))
+                proven = yield from self.prune(proven)
+                yield Op("then", value=("pruned", step, number, proven))
 
 
 class DiskModel(CommitModel):
@@ -368,6 +413,8 @@ class DiskModel(CommitModel):
         first: str = "train",
         roll_back_to: int = 0,
         damaged_step: int = 0,
+        flips: int = 0,
+        lies: int = 0,
     ) -> None:
         """
         Args:
@@ -375,6 +422,8 @@ class DiskModel(CommitModel):
             first: what the first life is about to do: `begin`, `sweep`, `resume`, `train`; or `prune`, of 1 by 2.
             roll_back_to: the second life is one with `--resume STEP`.
             damaged_step: is there, too, its bytes altered; a life that resumes finds that.
+            flips: how often the memory of a writer changes.
+            lies: how many files the disk has other bytes of than it says.
         """
         scripts = DiskScripts(rules, files, power_cuts=power_cuts, any_order=any_order)
         writer = 0 if first == "begin" else 1
@@ -399,7 +448,7 @@ class DiskModel(CommitModel):
             )
             for step, state in states.items()
         )
-        disk = Disk(tuple(sorted(names.items())), (), directories)
+        disk = Disk(tuple(sorted(names.items())), (), directories, flips=flips, lies=lies)
         newest = 2 if first == "prune" else 1
         super().__init__(disk, crashes, Judged(newest, (writer, newest, writer)))
 
@@ -425,8 +474,12 @@ class DiskModel(CommitModel):
                 if op.path in names:
                     return [(False, world)]
                 return [(True, _with_files(_changed(world, (op.path, op.value)), op.value, {}))]
+            case "capture":
+                return [(None, world._replace(spoilt=world.spoilt - {op.value}))]
+            case "compare":
+                return [(op.value not in world.spoilt, world)]
             case "create":
-                return [self._create(world, names, op)]
+                return self._create(world, names, op)
             case "fsync":
                 done = self._fsync(world, names, op)
                 # A sweep may have taken the directory before it was opened, or after.
@@ -454,16 +507,23 @@ class DiskModel(CommitModel):
         state, writer = _files(world, names.get(folder)).get(name, (ABSENT, 0))
         return writer if state in _READABLE else None
 
-    def _create(self, world: Disk, names: dict[str, Inode], op: Op) -> tuple[bool, Disk]:
+    def _create(self, world: Disk, names: dict[str, Inode], op: Op) -> list[tuple[bool, Disk]]:
         folder, _, name = op.path.rpartition("/")
         if not folder:
             world = _changed(world, (name, op.value))
-            return True, world._replace(unsynced=world.unsynced | {op.value})
+            return [(True, world._replace(unsynced=world.unsynced | {op.value}))]
         inode = names.get(folder)
         files = _files(world, inode)
         if inode is None or files.get(name, (ABSENT, 0))[0] in _READABLE:
-            return False, world
-        return True, _with_files(world, inode, {**files, name: ("written", op.value)})
+            return [(False, world)]
+        good = _with_files(world, inode, {**files, name: ("written", op.value)})
+        bad = _with_files(world, inode, {**files, name: (TORN, op.value)})
+        if name == MANIFEST:
+            return [(True, good)]
+        outcomes = [(True, bad if op.value in world.spoilt else good)]
+        if world.lies:
+            outcomes.append((True, bad._replace(lies=world.lies - 1, lied=world.lied | {inode[0]})))
+        return outcomes
 
     def _fsync(self, world: Disk, names: dict[str, Inode], op: Op) -> tuple[bool, Disk]:
         folder, _, name = op.path.rpartition("/")
@@ -494,6 +554,17 @@ class DiskModel(CommitModel):
         return True, _changed(world, (source, None), (target, names[source]))
 
     # -- what is left of it --------------------------------------------------------------------------------------
+
+    def stirs(self, world: Disk) -> Iterator[tuple[str, Disk]]:
+        for attempt in range(1, len(self.lives) + 1) if world.flips else ():
+            after = world._replace(flips=world.flips - 1, spoilt=world.spoilt | {attempt})
+            yield f"the memory of {attempt} changes", after
+
+    def _note(self, now: Situation, judged: Judged, index: int, op: Op, world: int, what: Any) -> Judged:
+        # What the disk has lied about is nobody's to find; what was there before it is.
+        if op.kind == "acknowledged" and op.value in self._worlds[world].lied:
+            return judged
+        return super()._note(now, judged, index, op, world, what)
 
     def crashes(self, world: Disk) -> Iterator[tuple[str, Disk]]:
         return iter(_power_cut(world) if self._power_cuts else ())
@@ -598,7 +669,8 @@ def _power_cut(world: Disk) -> list[tuple[str, Disk]]:
                     )
                     for (inode, files), fates_of in zip(known, states, strict=True)
                 )
-                disk = Disk(tuple(sorted(root.items())), (), directories)
+                disk = world._replace(durable=tuple(sorted(root.items())), pending=(), directories=directories)
+                disk = disk._replace(unsynced=frozenset(), spoilt=frozenset())
                 found.setdefault(disk, f"power cut: {sum(kept)} of {len(kept)} changes of names kept")
     return [(what, disk) for disk, what in found.items()]
 

@@ -28,6 +28,8 @@ class Store(NamedTuple):
         uploads: uploads that were begun and not completed.
         late: manifests that were put without an answer and may yet arrive.
         answers_to_lose: the number of further answers that may be lost.
+        flips: how often the memory of a writer may yet change.
+        spoilt: attempts whose snapshot in memory has changed; what they upload has a negative number.
     """
 
     data: frozenset[tuple[Folder, str, int]]
@@ -37,6 +39,8 @@ class Store(NamedTuple):
     uploads: frozenset[tuple[Folder, str]] = frozenset()
     late: frozenset[tuple[int, tuple[Folder, int]]] = frozenset()
     answers_to_lose: int = 0
+    flips: int = 0
+    spoilt: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class ObjectRules:
     prune_manifest_first: bool = True
     prunes_after_commit: bool = True
     keeps_newest: bool = True
+    compares_memory: bool = True
 
 
 CODED = ObjectRules()
@@ -201,8 +206,11 @@ class ObjectScripts:
     def save(self, step: int, attempt: int) -> Script:
         rules = self.rules
         folder = (step, attempt if rules.own_folder else 0)
+        yield Op("capture", value=attempt)
         if rules.manifest_last and not (yield from self.upload(folder, attempt)):
             return "failed"
+        if rules.compares_memory and not (yield Op("compare", value=attempt)):
+            return (yield from self.abort(folder, "damaged"))
         if rules.looks_before and not (yield from self.look(step, attempt)):
             return (yield from self.abort(folder, "fenced"))
         yield Op("at", "remote.publishing", idle=True)
@@ -347,6 +355,7 @@ class ObjectModel(CommitModel):
         first: str = "train",
         roll_back_to: int = 0,
         damaged_step: int = 0,
+        flips: int = 0,
     ) -> None:
         """
         Args:
@@ -356,6 +365,7 @@ class ObjectModel(CommitModel):
             roll_back_to: the second life is one with `--resume STEP`.
             first: what the first life is about to do: `begin`, `sweep`, `resume`, `train`; or `prune`, of 1 by 2.
             damaged_step: is there, too, without its files; a life that resumes finds that.
+            flips: how often the memory of a writer changes.
         """
         scripts = ObjectScripts(rules, files, honours=honours)
         writer = 0 if first == "begin" else 1
@@ -374,7 +384,7 @@ class ObjectModel(CommitModel):
         steps = sorted({*whole, damaged_step} - {0})
         manifests = tuple((step, ((step, writer), writer)) for step in steps)
         fences = ((1, Fence(1, (), 1)),) if writer else ()
-        store = Store(data, manifests, fences, answers_to_lose=answers_to_lose)
+        store = Store(data, manifests, fences, answers_to_lose=answers_to_lose, flips=flips)
         super().__init__(store, crashes, Judged(whole[-1], (writer, whole[-1], writer)))
 
     # -- what the server does ------------------------------------------------------------------------------------
@@ -399,6 +409,10 @@ class ObjectModel(CommitModel):
                 return [(_listed(world, path, value), world)]
             case "uploads":
                 return [(tuple(sorted(world.uploads)), world)]
+            case "capture":
+                return [(None, world._replace(spoilt=world.spoilt - {value}))]
+            case "compare":
+                return [(value not in world.spoilt, world)]
             case "part":
                 return [(None, world._replace(uploads=world.uploads | {value}))]
             case "complete":
@@ -406,7 +420,8 @@ class ObjectModel(CommitModel):
                 if upload not in world.uploads:
                     return [(False, world)]
                 others = frozenset(item for item in world.data if item[:2] != upload)
-                done = world._replace(uploads=world.uploads - {upload}, data=others | {value})
+                stored = (*upload, -value[2]) if value[2] in world.spoilt else value
+                done = world._replace(uploads=world.uploads - {upload}, data=others | {stored})
                 return [(True, done)]
             case "end upload":
                 return [(None, world._replace(uploads=world.uploads - {value}))]
@@ -457,6 +472,9 @@ class ObjectModel(CommitModel):
         return True, world._replace(manifests=tuple(sorted({**manifests, step: named}.items())))
 
     def stirs(self, world: Store) -> Iterator[tuple[str, Store]]:
+        for attempt in range(1, len(self.lives) + 1) if world.flips else ():
+            after = world._replace(flips=world.flips - 1, spoilt=world.spoilt | {attempt})
+            yield f"the memory of {attempt} changes", after
         for step, named in world.late:
             _, after = self._carried_out(world, step, named)
             what = f"the manifest of step {step} that {named[1]} has put arrives"
@@ -477,7 +495,7 @@ class ObjectModel(CommitModel):
         left = [
             _key(folder, name)
             for folder, name, writer in sorted(world.data)
-            if folder not in named and writer <= attempt
+            if folder not in named and abs(writer) <= attempt
         ]
         left += [f"an upload of {_key(*upload)}" for upload in sorted(world.uploads) if upload[0][1] <= attempt]
         present = {item[:2] for item in world.data}

@@ -27,6 +27,10 @@ DISK: dict[str, tuple[dict[str, Any], int]] = {
     "two power cuts": ({"saves": (1, 0), "crashes": 2}, 1_000),
     "two files, a power cut": ({"saves": (1, 0), "crashes": 1, "files": ("model", "state")}, 1_000),
     "a sweeper that was given up": ({"saves": (0, 1), "crashes": 0, "first": "sweep", "power_cuts": False}, 1_000),
+    "memory that changes": ({"saves": (2, 0), "crashes": 0, "power_cuts": False, "flips": 1}, 1_000),
+    "memory that changes, two writers": ({"saves": (1, 1), "crashes": 0, "power_cuts": False, "flips": 1}, 10_000),
+    "a write that lied": ({"saves": (2, 0), "crashes": 0, "power_cuts": False, "lies": 1}, 1_000),
+    "a write that lied, a power cut": ({"saves": (1, 0), "crashes": 1, "lies": 1}, 1_000),
 }
 OBJECTS: dict[str, tuple[dict[str, Any], int]] = {
     "two writers": ({"saves": (1, 1), "crashes": 0}, 1_000),
@@ -36,6 +40,7 @@ OBJECTS: dict[str, tuple[dict[str, Any], int]] = {
     "answers that are lost, calls that arrive late": ({"saves": (1, 1), "crashes": 0, "answers_to_lose": 1}, 1_000),
     "a sweeper that was given up": ({"saves": (0, 1), "crashes": 0, "first": "sweep"}, 1_000),
     "two that begin": ({"saves": (1, 0), "crashes": 0, "first": "begin"}, 1_000),
+    "memory that changes": ({"saves": (1, 1), "crashes": 0, "flips": 1}, 1_000),
     "a server that does not decide, one writer after the other": (
         {"saves": (1, 0), "crashes": 1, "first_mortal": 1, "honours": False},
         1_000,
@@ -192,6 +197,16 @@ DISK_MUTATIONS: dict[str, tuple[dict[str, bool], dict[str, Any], str]] = {
     ),
     "prune without fsync": ({"prune_fsyncs": False}, ONE_LIFE, "is left"),
     "prune of the newest": ({"keeps_newest": False}, ONE_LIFE, "was acknowledged"),
+    "memory not compared": (
+        {"compares_memory": False},
+        {"saves": (1, 0), "crashes": 0, "power_cuts": False, "flips": 1},
+        "step 2 was acknowledged, but a reader finds 1",
+    ),
+    "pruned for what was not read back": (
+        {"reads_back": False},
+        {"saves": (1, 0), "crashes": 0, "power_cuts": False, "lies": 1},
+        "step 1 was acknowledged, but a reader finds none",
+    ),
 }
 BOTH: dict[str, Any] = {"saves": (1, 1), "crashes": 0}
 KILLED: dict[str, Any] = {"saves": (1, 0), "crashes": 1, "first_mortal": 1}
@@ -229,6 +244,7 @@ OBJECT_MUTATIONS: dict[str, tuple[dict[str, bool], dict[str, Any], str]] = {
     "prune before the new one is durable": ({"prunes_after_commit": False}, BOTH, "was acknowledged"),
     "prune of files before the manifest": ({"prune_manifest_first": False}, KILLED, "is left"),
     "prune of the newest": ({"keeps_newest": False}, BOTH, "was acknowledged"),
+    "memory not compared": ({"compares_memory": False}, {**BOTH, "flips": 1}, "was acknowledged"),
 }
 
 

@@ -15,6 +15,7 @@ from checkpointing.catalog import Catalog
 from checkpointing.events import CommitFailed, Committed, Pruned, PruneFailed
 from checkpointing.events import Fenced as FencedEvent
 from checkpointing.retention import Retention
+from checkpointing.storage import open_storage
 from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers
 
@@ -144,3 +145,65 @@ def test_a_place_that_refuses_everything_is_not_asked_for_each() -> None:
     store.locked = {1, 2, 3}
     publisher.prune(tiers.durable)
     assert tiers.catalog.committed_steps() == [1, 2, 3, 19]
+
+
+class Lying:
+    """A run on a disk that holds other bytes of some checkpoints than it says."""
+
+    def __init__(self, folder: Path, keep_last: int) -> None:
+        self.storage = open_storage(str(folder))
+        self.reports = Reports()
+        self.publisher = publisher_of(Tiers(self.storage), self.reports)
+        self.publisher.retention = Retention(keep_last)
+        self.read: list[int] = []
+        refresh = self.storage.refresh
+
+        def refreshed(step: int) -> None:
+            self.read.append(step)
+            refresh(step)
+
+        self.storage.refresh = refreshed  # type: ignore[method-assign]
+
+    def commit(self, step: int, *, lies: bool = False) -> list[int]:
+        save(self.storage, step)
+        if lies:
+            directory = self.storage.directory(step)
+            assert directory is not None
+            (directory / "file").write_bytes(STATE[::-1])
+        self.publisher.prune(self.storage)
+        return self.storage.steps()
+
+
+def test_nothing_is_removed_for_what_a_disk_has_not_written(tmp_path: Path) -> None:
+    run = Lying(tmp_path, keep_last=1)
+    assert run.commit(5) == [5] and run.read == []
+    assert run.commit(10) == [10] and run.read == [10]
+    assert run.commit(15, lies=True) == [10, 15]
+    (failed,) = [one for one in run.reports.results if isinstance(one, PruneFailed)]
+    assert "checkpoint-15" in failed.error and "digest" in failed.error
+    # Once another one is whole, the others go.
+    assert run.commit(20) == [20]
+
+
+def test_one_of_those_that_stay_is_read_back(tmp_path: Path) -> None:
+    run = Lying(tmp_path, keep_last=3)
+    for step in range(1, 10):
+        run.commit(step)
+    assert run.storage.steps() == [7, 8, 9]
+    # Each as long as the one before stays.
+    assert run.read == [4, 7]
+    assert run.commit(10, lies=True) == [8, 9, 10] == [*run.storage.steps()] or run.read[-1] == 10
+
+
+def test_a_run_that_is_asked_to_stop_does_not_read_back(tmp_path: Path) -> None:
+    run = Lying(tmp_path, keep_last=1)
+    run.commit(5)
+    run.publisher.is_hurried = True
+    assert run.commit(10) == [5, 10] and run.read == []
+    run.publisher.is_hurried = False
+    assert run.commit(15) == [15]
+
+
+def test_a_store_that_compares_checksums_is_not_read_back() -> None:
+    bench = Bench()
+    assert bench.tiers.durable.checks_arrival
