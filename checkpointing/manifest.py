@@ -171,7 +171,7 @@ class Manifest:
                 f"{SHARDED_FORMAT_VERSION}",
             )
         if claimed != actual:
-            raise InvalidCheckpoint(where, f"{MANIFEST_NAME} was altered: its own digest differs")
+            raise InvalidCheckpoint(where, f"{MANIFEST_NAME} was altered: its own digest is {actual}")
         try:
             return cls(
                 run_id=_text(document, "run_id"),

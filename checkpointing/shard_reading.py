@@ -19,6 +19,12 @@ from checkpointing.storage.base import RemoteFile
 _KEPT_PARTS, _MEMORY_SHARE = 8, 1 / 32
 ALTERED = "was altered: its digest is not the one that was recorded"
 
+
+def altered(name: str, digest: str) -> str:
+    """Return what is said of a file that was read with other bytes: with their digest, by which two reads compare."""
+    return f"{name} {ALTERED} ({digest} was read)"
+
+
 # Where the bytes of a file are; and with the digest that its manifest has for it.
 Source = Path | RemoteFile | memoryview
 Recorded = tuple[Source, str]

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -84,6 +84,7 @@ class Fault:
         body_bytes: how much of the request is taken before the connection breaks.
         half: the server's own answer, but the connection breaks in the middle of it.
         trickles: the server's own answer, but for its head a byte every tenth of a second.
+        damage: the server's own answer, with what this makes of its bytes.
     """
 
     carried_out: bool = False
@@ -93,6 +94,7 @@ class Fault:
     body_bytes: float = math.inf
     half: bool = False
     trickles: bool = False
+    damage: Callable[[bytes], bytes] | None = None
 
 
 ANSWER_LOST = Fault(carried_out=True)
@@ -219,11 +221,14 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
             try:
                 body = self.rfile.read(length if fault is None else int(min(length, fault.body_bytes)))
                 answer = self.ask(body) if fault is None or fault.carried_out else None
-                if fault is None or fault.half or fault.trickles:
+                if fault is None or fault.half or fault.trickles or fault.damage is not None:
                     assert answer is not None
                     if answer[0] >= 500:
                         proxy.own_errors.append(request)
-                    self.answer(*answer, fault or Fault())
+                    status, headers, data = answer
+                    if fault is not None and fault.damage is not None and status < 300:
+                        data = fault.damage(data)
+                    self.answer(status, headers, data, fault or Fault())
                 elif fault.status:
                     error = f"<Error><Code>{fault.code}</Code><Message>{fault.code}</Message></Error>"
                     # As of a web server's file.

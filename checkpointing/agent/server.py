@@ -85,7 +85,6 @@ class Agent:
         of a job (Slurm signals all that a step has started), and the snapshot that the ranks then make needs the agent.
         """
         if not self._connections.has_monitor:
-            self._workers.hurry(True)
             self._end()
             self._results.wake()
 

@@ -14,6 +14,7 @@ from checkpointing.agent.publisher import Outcome, Publisher, committed_at
 from checkpointing.agent.reporting import Clock, text_of
 from checkpointing.agent.results import Report, UploadEnded
 from checkpointing.agent.tasks import TaskThread, one_by_one
+from checkpointing.catalog import verify
 from checkpointing.commit import StagedFile
 from checkpointing.digest import RunningDigest, algorithm_of, digesting
 from checkpointing.errors import InvalidCheckpoint
@@ -146,7 +147,7 @@ class Uploader:
             self._report(CommitFailed(step=step, tier=self._tiers.name(durable), error=text_of(error)), None)
 
     def _upload(self, local: Storage, step: int) -> tuple[Outcome, Manifest | None]:
-        """Copy a checkpoint; its digests are compared on the way, and one that differs is quarantined."""
+        """Copy a checkpoint; its digests are compared on the way, and one that is damaged is quarantined."""
         durable, since = self._tiers.durable, self._clock()
         try:
             manifest = local.read_manifest(step)
@@ -155,9 +156,17 @@ class Uploader:
         copy = _CheckedCopy(local, manifest)
         outcome = self._publisher.publish(durable, manifest.info, copy.files, manifest.total_bytes, since=since)
         if isinstance(outcome, CommitFailed) and copy.problem is not None:
-            kept = local.quarantine(step)
-            self._report(CheckpointQuarantined(step=step, reason=str(copy.problem), kept_as=kept), None)
+            self._quarantine_if_damaged(local, step)
         return outcome, manifest
+
+    def _quarantine_if_damaged(self, local: Storage, step: int) -> None:
+        """Read a checkpoint once more, past the page cache, before it counts as damaged."""
+        local.refresh(step)
+        try:
+            verify(local, step)
+        except InvalidCheckpoint as error:
+            kept = local.quarantine(step)
+            self._report(CheckpointQuarantined(step=step, reason=str(error), kept_as=kept), None)
 
 
 class _CheckedCopy:

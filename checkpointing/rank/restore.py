@@ -27,7 +27,6 @@ from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.shard_exchange import connect
 from checkpointing.rank.verified_read import BufferCache, Shares, altered_files, read_verified
-from checkpointing.shard_reading import ALTERED
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER
 from checkpointing.tiers import Tiers
@@ -268,8 +267,8 @@ class _Choice:
         problems = [problem for problem, _ in everyone]
         if not any(problems):
             place = point.place if point is not None else "the snapshot of another node"
-            for first, name in altered_files([theirs for _, theirs in everyone]):
-                problems[first] = (str(InvalidCheckpoint(place, f"{name} {ALTERED}")), False)
+            for first, what in altered_files([theirs for _, theirs in everyone]):
+                problems[first] = (str(InvalidCheckpoint(place, what)), False)
         return point, next((_Problem(rank, *found) for rank, found in enumerate(problems) if found is not None), None)
 
     def _skip(self, step: int, tier: int | None, storage: Storage | None, problem: _Problem) -> None:

@@ -25,10 +25,10 @@ from checkpointing.rank.memory_shards import CommonPieces
 from checkpointing.rank.trees import tensors_in
 from checkpointing.reading import digest_of, fault, private_memory, read_private, read_shared
 from checkpointing.shard_reading import (
-    ALTERED,
     Recorded,
     ShardReader,
     ShardReaders,
+    altered,
     index_of,
     parts_of,
     read_piece,
@@ -286,7 +286,7 @@ def open_spread(
         except ValueError as error:
             raise InvalidCheckpoint(place, str(error)) from None
         if actual != recorded:
-            raise InvalidCheckpoint(place, f"{name} {ALTERED}")
+            raise InvalidCheckpoint(place, altered(name, actual))
     return _spread(place, files, index, held)
 
 
@@ -322,7 +322,7 @@ def open_share(
         assert isinstance(data, memoryview)
         parts[shard] = ShardParts.of(data)
         if parts[shard].digest != recorded:
-            raise InvalidCheckpoint(place, f"{shard_name(shard)} {ALTERED}")
+            raise InvalidCheckpoint(place, altered(shard_name(shard), parts[shard].digest))
     try:
         parsed = ShardIndex.from_json(index)
     except ValueError as error:

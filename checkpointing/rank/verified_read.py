@@ -28,7 +28,7 @@ from checkpointing.rank.rank_files import OBJECTS
 from checkpointing.rank.restore_point import SMALL_BYTES, RestorePoint
 from checkpointing.rank.spread_files import OnFault, open_share, open_spread
 from checkpointing.reading import fault, private_memory, read_private, read_shared
-from checkpointing.shard_reading import ALTERED, Recorded, recorded_files
+from checkpointing.shard_reading import Recorded, altered, recorded_files
 from checkpointing.shards import FOLDER, INDEX_NAME
 from checkpointing.storage import Storage
 
@@ -94,23 +94,24 @@ class Shares:
 
 
 def altered_file(shares: Sequence[Shares]) -> str | None:
-    """Return the first file whose parts, as the ranks of a node have digested them, do not give the recorded digest."""
+    """Return what is wrong with the first file of which the ranks of a node have read other bytes; None with none."""
     for name, (recorded, count, _) in shares[0].files.items():
         digests: dict[int, bytes] = {}
         for one in shares:
             digests |= one.files[name][2]
-        if digest_of_parts(digests[number] for number in range(count)) != recorded:
-            return name
+        found = digest_of_parts(digests[number] for number in range(count))
+        if found != recorded:
+            return altered(name, found)
     return None
 
 
 def altered_files(shares: Sequence[Shares]) -> Iterator[tuple[int, str]]:
-    """Yield, by node, the number of its first rank and a file that was altered. `shares` are all ranks', by rank."""
+    """Yield, by node, the number of its first rank and what is wrong with a file. `shares` are all ranks', by rank."""
     firsts = [number for number, one in enumerate(shares) if one.local_rank == 0]
     for first, end in itertools.pairwise([*firsts, len(shares)]):
-        altered = altered_file(shares[first:end])
-        if altered is not None:
-            yield first, altered
+        problem = altered_file(shares[first:end])
+        if problem is not None:
+            yield first, problem
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,9 @@ class _Verifier:
         if in_parts and shares.local_world_size > 1 and name not in self.own and num_parts(len(data)) > 1:
             shares.add(name, digest, data)
             return data
-        if (shares.digest(data) if in_parts else actual) != digest:
-            raise InvalidCheckpoint(place, f"{name} {ALTERED}")
+        found = shares.digest(data) if in_parts else actual
+        if found != digest:
+            raise InvalidCheckpoint(place, altered(name, found))
         return data
 
 

@@ -227,10 +227,21 @@ class Storage(ABC):
                 f"{self.describe(step)} was not written by this library and is kept: this copy is dropped. Train in "
                 "another output_dir, or move it away"
             ) from None
-        except InvalidCheckpoint:
+        except InvalidCheckpoint as error:
+            is_whole = not isinstance(error, StaleCheckpoint) and self._is_whole_after_all(step)
             # Its writer may have displaced a stale one itself, and have published since.
             self.check_fence(step, attempt)
-            self.quarantine(step)
+            if not is_whole:
+                self.quarantine(step)
+
+    def _is_whole_after_all(self, step: int) -> bool:
+        """Return whether a checkpoint that was read wrongly is whole when it is read once more, past caches."""
+        self.refresh(step)
+        try:
+            self.read_manifest(step)
+        except InvalidCheckpoint:
+            return False
+        return True
 
     def read_manifest(self, step: int) -> Manifest:
         """Return the manifest of a step, its files checked for presence and size, not for content.

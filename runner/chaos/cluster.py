@@ -126,7 +126,14 @@ class Cluster:
     """
 
     def __init__(
-        self, folder: Path, options: Sequence[str], tiers: Tiers, num_nodes: int, network: Network | None
+        self,
+        folder: Path,
+        options: Sequence[str],
+        tiers: Tiers,
+        num_nodes: int,
+        network: Network | None,
+        *,
+        fewest: int = 1,
     ) -> None:
         """Prepare; nothing is started.
 
@@ -136,9 +143,10 @@ class Cluster:
             tiers: Storage of the run.
             num_nodes: Number of nodes.
             network: Has their hosts; None for processes of this machine.
+            fewest: Smallest number of nodes with which they train.
         """
         self.network, self.tiers = network, tiers
-        options = [*options, "--nnodes", f"1:{num_nodes}", "--nproc-per-node", "1"]
+        options = [*options, "--nnodes", f"{fewest}:{num_nodes}", "--nproc-per-node", "1"]
         self.nodes = [ClusterNode(rank, folder / f"machine-{rank}", options, network) for rank in range(num_nodes)]
         self._past: list[Entry] = []
 

@@ -53,6 +53,7 @@ class NodeCampaign:
         faults: Sequence[NodeFault] = NODE_FAULTS,
         tolerance: float | None = None,
         exact: bool = False,
+        fewest: int = 1,
         report: Callable[[str], None] = print,
     ) -> None:
         """Prepare a campaign.
@@ -66,9 +67,11 @@ class NodeCampaign:
             faults: The kinds of faults to inject.
             tolerance: Share by which losses may differ where the number of nodes changed; None for 2 %.
             exact: Virtual ranks compute the steps: all runs must end in the same bits.
+            fewest: Smallest number of nodes with which they train. With all of them, no run changes its size, and all
+                must end in the same bits.
             report: Receives progress, a line at a time.
         """
-        self._folder, self._locations, self._num_nodes = folder, locations, num_nodes
+        self._folder, self._locations, self._num_nodes, self._fewest = folder, locations, num_nodes, fewest
         settings = [part for setting in (*SETTINGS, *_QUICK) for part in ("--set", setting)]
         self._options = [*options, *settings]
         self._random, self._faults = random.Random(seed), list(faults)
@@ -119,7 +122,8 @@ class NodeCampaign:
         result.runs, before = number, len(self.result.all_violations)
         options = [*self._options, *self._locations.settings(folder)]
         finished = False
-        with Cluster(folder, options, self._locations.tiers(folder), self._num_nodes, network) as cluster:
+        tiers, number_of_nodes = self._locations.tiers(folder), self._num_nodes
+        with Cluster(folder, options, tiers, number_of_nodes, network, fewest=self._fewest) as cluster:
             begun = cluster.wait_for_step(2 * RECOVERY_LIMIT_S)
             while begun and not is_enough() and not cluster.has_finished:
                 time.sleep(self._random.uniform(0, _PAUSE_S))

@@ -79,7 +79,8 @@ def chaos(
 
     With --nodes, machines lose power, are preempted, replaced and cut off, and dropout is off: its masks depend on the
     ranks. A run whose number of nodes has changed must take the same steps on the same samples, with losses that are
-    close.
+    close. With --nnodes MIN:MAX as well, fewer than MIN of them do not train: if that is all of them, every run must
+    end with the same bits.
     """
     from runner.chaos.campaign import Campaign
     from runner.chaos.faults import FAULTS
@@ -100,6 +101,7 @@ def chaos(
     if deterministic:
         settings = (*settings, "trainer.full_determinism=true")
     seed = int.from_bytes(os.urandom(3), "big") if seed is None else seed
+    fewest = _fewest_nodes(nodes, launch)
     config = load(config_file or config_path, None, settings, launch)
     config.make_absolute()
     is_exact = config.elastic.mode == "exact"
@@ -136,6 +138,7 @@ def chaos(
             faults=[fault for fault in NODE_FAULTS if not faults or fault.name in faults],
             tolerance=tolerance,
             exact=is_exact,
+            fewest=fewest,
             report=click.echo,
         )
     # As Ctrl-C: the nodes under test, and their networks, end with the campaign.
@@ -149,3 +152,17 @@ def chaos(
             f"runner chaos: FAILED: see the folders of the runs in {folder}; --seed {seed} draws the same faults again"
         )
         sys.exit(1)
+
+
+def _fewest_nodes(nodes: int | None, launch: dict[str, Any]) -> int:
+    """Take --nnodes from the options, and return the smallest number of nodes with which a campaign's runs train."""
+    from runner.config.launch import split_nnodes
+
+    if nodes is None or launch.get("nnodes") is None:
+        return 1
+    # The nodes under test are no nodes of this command.
+    given = launch.pop("nnodes")
+    limits = split_nnodes(given)
+    if limits is None or limits[1] != nodes:
+        raise UsageError(f"--nnodes {given} is not of --nodes {nodes}; pass {nodes}, or MIN:{nodes}")
+    return limits[0]

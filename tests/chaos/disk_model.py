@@ -280,12 +280,23 @@ class DiskScripts:
     def look(self, step: int, attempt: int) -> Script:
         return (yield Op("look", ".fence.json", (step, attempt)))
 
-    def make_way(self, step: int, attempt: int) -> Script:
+    def make_way(self, step: int, writer: int) -> Script:
         fence = yield from self.read_fence()
         present = yield Op("list", f"checkpoint-{step}")
-        if (yield from self.check(step, fence, present or ())) is None:
-            if self.rules.looks_before_quarantine and not (yield from self.look(step, attempt)):
-                return False
+        attempt = yield Op("read", f"checkpoint-{step}/{MANIFEST}")
+        is_stale = attempt is not None and not fence.admits(step, attempt)
+        if attempt is not None and not is_stale and set(self.files) <= set(present or ()):
+            return True
+        is_whole = False
+        if not is_stale:
+            # Read once more, past the page cache.
+            yield from self.drop_cached(step)
+            fence = yield from self.read_fence()
+            present = yield Op("list", f"checkpoint-{step}")
+            is_whole = (yield from self.check(step, fence, present or ())) is not None
+        if self.rules.looks_before_quarantine and not (yield from self.look(step, writer)):
+            return False
+        if not is_whole:
             yield from self.quarantine(step)
         return True
 
@@ -329,10 +340,9 @@ class DiskScripts:
         return proven
 
     def read_back(self, step: int) -> Script:
-        """Past the page cache: each file is opened to be dropped from it, and then read."""
+        """Past the page cache."""
         folder = f"checkpoint-{step}"
-        for _ in (yield Op("list", folder)) or ():
-            yield Op("read", f"{folder}/*", idle=True)
+        yield from self.drop_cached(step)
         fence = yield from self.read_fence()
         attempt = yield from self.check(step, fence, (yield Op("list", folder)) or ())
         if attempt is None:
@@ -341,6 +351,12 @@ class DiskScripts:
             if (yield Op("read", f"{folder}/{name}")) != attempt:
                 return False
         return True
+
+    def drop_cached(self, step: int) -> Script:
+        """Each file is opened for it."""
+        folder = f"checkpoint-{step}"
+        for _ in (yield Op("list", folder)) or ():
+            yield Op("read", f"{folder}/*", idle=True)
 
     def remove(self, step: int) -> Script:
         rules = self.rules

@@ -266,10 +266,19 @@ class ObjectScripts:
     def make_way(self, step: int, attempt: int) -> Script:
         fence = yield from self.read_fence()
         _, _, data = yield Op("list", f"checkpoint-{step}/")
-        if (yield from self.check(step, fence, data)):
-            return True
+        named = yield Op("get", _manifest(step))
+        is_stale, is_whole = named and not fence.admits(step, named[1]), None
+        if not is_stale:
+            if named and all((named[0], name) in data for name in self.files):
+                return True
+            # Read once more: the way to it may have been at fault.
+            fence = yield from self.read_fence()
+            _, _, data = yield Op("list", f"checkpoint-{step}/")
+            is_whole = yield from self.check(step, fence, data)
         if self.rules.looks_before_quarantine and not (yield from self.look(step, attempt)):
             return "fenced"
+        if is_whole:
+            return True
         return (yield from self.quarantine(step)) or "failed"
 
     def abort(self, folder: Folder, outcome: Any) -> Script:

@@ -195,7 +195,8 @@ def test_one_of_those_that_stay_is_read_back(tmp_path: Path) -> None:
     assert run.commit(10, lies=True) == [8, 9, 10] == [*run.storage.steps()] or run.read[-1] == 10
 
 
-def test_a_run_that_is_asked_to_stop_does_not_read_back(tmp_path: Path) -> None:
+def test_a_run_that_is_asked_to_stop_does_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkpointing.agent.publisher._SOON_READ_BYTES", 4)
     run = Lying(tmp_path, keep_last=1)
     run.commit(5)
     run.publisher.is_hurried = True

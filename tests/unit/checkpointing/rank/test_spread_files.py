@@ -126,7 +126,10 @@ def test_all_ranks_together_verify_all_shards(world_size: int) -> None:
                 open_spread("here", files, memoryview(index.to_json()), 2, rank, world_size)
             except InvalidCheckpoint as error:
                 problems.append(str(error))
-        assert problems == [f"here: shards/{damaged}.bin was altered: its digest is not the one that was recorded"]
+        (problem,) = problems
+        assert problem.startswith(
+            f"here: shards/{damaged}.bin was altered: its digest is not the one that was recorded"
+        )
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
