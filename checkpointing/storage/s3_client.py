@@ -127,6 +127,9 @@ class S3Client:
                 if isinstance(error, StorageError):
                     raise
                 raise StorageTimeout(f"{what}: {error}") from None
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                # Raised while the client parsed an answer that was damaged on its way.
+                raise StorageTimeout(f"{what}: the answer makes no sense: {error}") from None
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(StorageTimeout),

@@ -108,7 +108,7 @@ def test_a_way_that_damages_what_is_read_costs_no_checkpoint(
 
     def meet(kind: str, lasting_s: float) -> str:
         """A run that resumes meanwhile; returns what is wrong afterwards."""
-        location = f"s3://{bucket}/{kind}-{lasting_s:g}"
+        location = f"s3://{bucket}/{kind}-{lasting_s:g}-s"
         folder = tmp_path / f"{kind}-{lasting_s:g}"
         filled(location, folder / "source")
         damage, hits, began = KINDS[kind](), [0], list[float]()
@@ -121,7 +121,7 @@ def test_a_way_that_damages_what_is_read_costs_no_checkpoint(
             return damage(data)
 
         # The listing names its prefix in the query.
-        at = WHAT[what].replace("GET .*", f"GET .*{kind}-{lasting_s:g}.*", 1)
+        at = WHAT[what].replace("GET .*", f"GET .*{kind}-{lasting_s:g}-s.*", 1)
         proxy.add(at, Fault(carried_out=True, damage=damaged))
         (folder / "agent").mkdir()
         ends, patient_until = list[int | None](), time.monotonic() + lasting_s + 10 * PATIENCE_S
@@ -132,6 +132,8 @@ def test_a_way_that_damages_what_is_read_costs_no_checkpoint(
                 continue
             ends.append(None)
             time.sleep(0.1)
+        # It may have resumed before that was over.
+        time.sleep(max(0.0, began[0] + lasting_s - time.monotonic()) if began else 0.0)
         proxy_free = open_storage(location)
         lost = proxy_free.quarantined()
         steps = Tiers(proxy_free).catalog.committed_steps()
