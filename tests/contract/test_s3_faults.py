@@ -106,8 +106,8 @@ def impatient(answer_within_s: float = 30) -> Iterator[None]:
         *[(call, PAGE) for call in ("GET .*list-type=2", "GET .*/manifest.json", "GET .*/model")],
         (COMPLETE_UPLOAD, Fault(carried_out=True, status=200, body=PAGE.body)),
         ("GET .*/manifest.json", PAGE_404),
-        # A time that is none: well-formed, but it cannot be parsed.
-        ("GET .*list-type=2", Fault(carried_out=True, damage=lambda data: data.replace(b"-", b"%"))),
+        # A number that is none: well-formed, but it cannot be parsed.
+        ("GET .*list-type=2", Fault(carried_out=True, damage=lambda data: data.replace(b"MaxKeys>1", b"MaxKeys>x"))),
     ],
 )
 @pytest.mark.parametrize("place", ["rclone"], indirect=True)
