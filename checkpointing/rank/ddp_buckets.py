@@ -39,6 +39,7 @@ _torch: Any = dist
 _NAMES = {
     "Reducer": ("_rebuild_buckets", "_push_all_rebuilt_params", "_update_process_group"),
     "Logger": ("set_runtime_stats_and_log", "_get_ddp_logging_data"),
+    "DistributedDataParallel": ("_build_params_for_reducer",),
     "": ("_Work", "_DEFAULT_FIRST_BUCKET_BYTES", "_compute_bucket_assignment_by_size"),
 }
 # Of `_get_ddp_logging_data`.
@@ -48,6 +49,13 @@ _KIND = ("num_parameter_tensors", "total_parameter_size_bytes", "bucket_cap_byte
 Buckets = tuple[tuple[int, ...], ...]
 
 
+def _owner(name: str) -> Any:
+    """Return the class or module that a row of `_NAMES` is about; None if there is none such."""
+    if name == DistributedDataParallel.__name__:
+        return DistributedDataParallel
+    return getattr(_torch, name, None) if name else _torch
+
+
 @functools.cache
 def missing_names() -> tuple[str, ...]:
     """Return what this release of torch lacks of what is needed here."""
@@ -55,7 +63,7 @@ def missing_names() -> tuple[str, ...]:
         f"{owner}.{name}".lstrip(".")
         for owner, names in _NAMES.items()
         for name in names
-        if not hasattr(getattr(_torch, owner, None) if owner else _torch, name)
+        if not hasattr(_owner(owner), name)
     )
 
 
@@ -214,7 +222,7 @@ def settle(module: DistributedDataParallel) -> Buckets | None:
 def _last_first(module: Any) -> Buckets:
     parameters, is_sparse = module._build_params_for_reducer()
     order = list(range(len(parameters)))[::-1]
-    first, cap = _torch._DEFAULT_FIRST_BUCKET_BYTES, module.bucket_bytes_cap
+    first, cap = _torch._DEFAULT_FIRST_BUCKET_BYTES, _settings(module)["bucket_cap_bytes"]
     found, _ = _torch._compute_bucket_assignment_by_size(
         [parameters[number] for number in order], [min(first, cap), cap], [is_sparse[number] for number in order], order
     )

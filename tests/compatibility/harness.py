@@ -204,6 +204,13 @@ class ForkServer:
         trouble = undisturbed.trouble()
         if trouble is not None:
             return Outcome(trouble.kind, trouble.note, log=undisturbed.log)
+        if case.twice:
+            again = self._start(case, "undisturbed", folder / "v")
+            difference = _first_difference(undisturbed.results(), again.results()) or _first_difference(
+                undisturbed.seen()[0], again.seen()[0]
+            )
+            if (trouble := again.trouble()) is not None or difference is not None:
+                return trouble or Outcome("differs", f"between two undisturbed runs: {difference}", log=again.log)
         changed = None
         if stock is not None:
             changed = _first_difference(stock.seen()[0], undisturbed.seen()[0]) or _first_difference(

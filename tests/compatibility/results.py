@@ -54,7 +54,7 @@ def page(document: dict[str, Any]) -> str:
         "",
         "## Ways to share a model among ranks",
         "",
-        "Killed after steps 1, 2 and 7. `LoRA`: layers that stay as they are, with small ones that are trained.",
+        "Undisturbed twice, and killed after steps 1, 2, 3 and 8. `LoRA`: layers that stay as they are, with small ones that are trained.",
         "",
         *_table(strategies),
         "",

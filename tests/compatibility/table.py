@@ -66,6 +66,7 @@ class Case:
         needs: packages without which the case is skipped.
         saved: step whose checkpoint must be committed before each kill.
         timeout_s: of each of its runs.
+        twice: also run without a failure a second time, which must end in the same bits.
         in_table: False for the cases that test the harness itself.
     """
 
@@ -78,6 +79,7 @@ class Case:
     needs: tuple[str, ...] = ()
     saved: tuple[int, ...] = (KILL_STEP // SAVE_STEPS * SAVE_STEPS,)
     timeout_s: float = 90.0
+    twice: bool = False
     in_table: bool = True
 
     @property
