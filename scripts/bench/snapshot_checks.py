@@ -1,9 +1,9 @@
 """What it costs to prove snapshots: samples against torn copies, and the look for NaN and infinity.
 
 One process trains a decoder with AdamW, with a snapshot every ten steps. From one snapshot to the next the checks are
-on and off in turns, so that pairs of ten steps are compared. The samples are taken where the state is handed over and read
-again where the optimizer steps, both in the training thread. Numbers are looked at in the copy thread alone, whose
-processor time is compared with and without.
+on and off in turns, so that pairs of ten steps are compared. The samples are taken where the state is handed over and
+read again where the optimizer steps, both in the training thread. Numbers are looked at in the copy thread alone,
+whose processor time is compared with and without.
 """
 
 from __future__ import annotations
