@@ -12,6 +12,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from runner.chaos import campaign as campaign_module
+from runner.chaos import node_campaign as node_campaign_module
 from runner.chaos.faults import FAULTS
 from runner.chaos.result import Result as Verdict
 from runner.cli.chaos import chaos
@@ -119,3 +120,22 @@ def test_the_verdict_is_written_and_decides_the_exit_code(campaigns: Campaigns, 
     assert result.exit_code == 1 and "--seed 7 draws the same faults again" in result.output
     verdicts = [json.loads((tmp_path / name).read_text()) for name in ("good.json", "bad.json")]
     assert [verdict["identical"] for verdict in verdicts] == [True, False]
+
+
+@pytest.mark.parametrize(("nnodes", "fewest"), [((), 1), (("--nnodes", "3"), 3), (("--nnodes", "2:3"), 2)])
+def test_how_few_nodes_train(
+    nnodes: tuple[str, ...], fewest: int, campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_campaign_module, "NodeCampaign", campaigns)
+    assert run("--nodes", "3", *nnodes, "--output-dir", "run").exit_code == 0
+    [asked] = campaigns
+    assert (asked["num_nodes"], asked["fewest"]) == (3, fewest)
+    # The job itself is of one node until the campaign starts its nodes.
+    launch = yaml.safe_load((asked["folder"] / "job.yaml").read_text()).get("launch", {})
+    assert launch.get("nnodes", 1) == 1 and launch.get("min_nodes") is None
+
+
+@pytest.mark.parametrize("nnodes", ["2", "1:4", "many"])
+def test_nodes_of_another_number_are_refused(nnodes: str, campaigns: Campaigns) -> None:
+    assert f"--nnodes {nnodes} is not of --nodes 3" in refused("--nodes", "3", "--nnodes", nnodes)
+    assert campaigns == []
