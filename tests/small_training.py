@@ -113,6 +113,7 @@ class SmallTraining:
         capturable: bool = False,
         pinning: Pinning | None = None,
         scaler: Any = None,
+        ranks: Ranks | None = None,
         before: Callable[[torch.nn.Module], None] = lambda model: None,
     ) -> None:
         """
@@ -121,6 +122,7 @@ class SmallTraining:
             device: stands for it.
             capturable: the optimizer's step can be a part of a CUDA graph.
             scaler: the gradient scaler.
+            ranks: this rank, where there are several.
             before: called with the model before it is known to anything.
         """
         torch.manual_seed(0)
@@ -135,7 +137,7 @@ class SmallTraining:
         self.snapshotter = Snapshotter(
             client,
             tiers,
-            Ranks(),
+            ranks or Ranks(),
             overlap=overlap,
             check_replicas=True,
             device_of=devices.of if device is None else lambda _: device,

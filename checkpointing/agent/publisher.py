@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import time
@@ -14,14 +15,14 @@ from checkpointing.agent.duty import Duty
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, progress_reporter, text_of
 from checkpointing.agent.results import Report, SharesWritten
-from checkpointing.catalog import verify
 from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import digest_buffer
-from checkpointing.errors import DamagedMemory, Fenced
+from checkpointing.digest import RunningDigest, algorithm_of, digest_buffer
+from checkpointing.errors import DamagedMemory, Fenced, InvalidCheckpoint
 from checkpointing.events import CommitFailed, Committed, NotFiniteKept, Pruned, PruneFailed, SnapshotDamaged
 from checkpointing.events import Fenced as FencedEvent
 from checkpointing.layout import NOT_FINITE_FOLDER
 from checkpointing.manifest import Manifest, SnapshotInfo
+from checkpointing.reading import pieces_of
 from checkpointing.retention import Retention, steps_to_remove
 from checkpointing.shards import HeldFile, ShardParts, parts_name, shard_rank
 from checkpointing.split import Split, SplitSave, write_portion
@@ -37,6 +38,10 @@ _MOST_MISSES = 2
 _MOST_REFUSALS = 3
 # What is read in a fraction of a second.
 _SOON_READ_BYTES = 64 << 20
+# How many may wait to be removed before commits wait for the reading back.
+_MOST_UNPRUNED = 2
+# Of how many checkpoints there must be room before one is kept for a post-mortem.
+_ROOM = 3
 # Tensors that are named where a state is not finite.
 _MOST_NAMES = 100
 
@@ -47,6 +52,7 @@ class Publisher:
     Attributes:
         retention: What the durable tier keeps, as the ranks last said; None until they have.
         is_hurried: The run was asked to stop: nothing that can wait is done.
+        has_work: Whether a commit waits for its turn.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Publisher:
         """
         self.retention: Retention | None = None
         self.is_hurried = False
+        self.has_work: Callable[[], bool] = bool
         self._tiers, self._fencer, self._report = tiers, fencer, report
         self._local_retention, self._flush_retries, self._clock = local_retention, flush_retries, clock
         self._duty = duty
@@ -127,7 +134,14 @@ class Publisher:
             place = open_storage(f"{self._tiers.durable.location.rstrip('/')}/{NOT_FINITE_FOLDER}")
             if place.steps():
                 return
+            # Not into the folder where a volume was.
+            self._fencer.begin_at_durable_tier()
+            self._tiers.durable.check_fence(info.step, info.attempt)
             place.begin_attempt(info.attempt)
+            place.sweep()
+            free, needed = place.free_bytes(), sum(size for *_, size in arena.files)
+            if free is not None and free < _ROOM * needed:
+                raise OSError(errno.ENOSPC, f"{free:,} bytes are free, and checkpoints need room for {needed:,} each")
             commit_snapshot(place, info, self._staged_files(arena), lambda: not arena.damaged)
         except Exception as error:
             # It is of use to people alone.
@@ -305,7 +319,8 @@ class Publisher:
             sizes = {manifest.step: manifest.total_bytes for manifest in committed}
             doomed = set(steps_to_remove(committed, retention))
             doomed -= set(spared()) if doomed else set()
-            if doomed and not self._is_proven(storage, [one for one in committed if one.step not in doomed]):
+            kept = [one for one in committed if one.step not in doomed]
+            if doomed and not self._is_proven(storage, kept, len(doomed)):
                 return
         except Exception as error:
             self._report(PruneFailed(tier=tier, error=text_of(error)), None)
@@ -331,7 +346,7 @@ class Publisher:
                 stuck.pop(step, None)
                 self._report(Pruned(step=step, tier=tier), None)
 
-    def _is_proven(self, storage: Storage, kept: Sequence[Manifest]) -> bool:
+    def _is_proven(self, storage: Storage, kept: Sequence[Manifest], num_doomed: int) -> bool:
         """Return whether one of the checkpoints that stay is known to be what was written, as the storage has it.
 
         A disk may hold other bytes than it was given, and say nothing. Of those that stay, one is read back: the
@@ -346,11 +361,36 @@ class Publisher:
         if self._proven or not kept:
             return True
         newest = max(kept, key=lambda one: one.step)
-        if self.is_hurried and newest.total_bytes > _SOON_READ_BYTES:
+        if not self._read_back(storage, newest, is_pressing=num_doomed > _MOST_UNPRUNED):
             return False
-        storage.refresh(newest.step)
-        verify(storage, newest.step)
         self._proven.add((newest.step, newest.attempt))
+        return True
+
+    def _read_back(self, storage: Storage, manifest: Manifest, *, is_pressing: bool) -> bool:
+        """Read a checkpoint past caches; return False where that was given up, as something else has to be done.
+
+        Args:
+            storage: Where it is.
+            manifest: Its manifest.
+            is_pressing: Whether so much waits to be removed that commits have to wait, too.
+        """
+        is_small = manifest.total_bytes <= _SOON_READ_BYTES
+
+        def is_given_up() -> bool:
+            return not is_small and (self.is_hurried or (self.has_work() and not is_pressing))
+
+        if is_given_up():
+            return False
+        storage.refresh(manifest.step)
+        found = storage.read_manifest(manifest.step)
+        for file in found.files:
+            digest = RunningDigest(algorithm_of(file.digest))
+            for piece in pieces_of(storage.file(found, file.name)):
+                if is_given_up():
+                    return False
+                digest.update(piece)
+            if digest.result() != file.digest:
+                raise InvalidCheckpoint(storage.describe(manifest.step), f"{file.name} reads back with another digest")
         return True
 
 

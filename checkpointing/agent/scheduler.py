@@ -208,10 +208,12 @@ class Scheduler:
                 self._commit(arena)
 
     def _keep_not_finite(self, arena: Arena) -> None:
-        """Keep a snapshot for a post-mortem, from which nobody resumes."""
+        """Keep a snapshot for a post-mortem, from which nobody resumes.
+
+        Ranks that wait for its commit get no answer: the rank that has found it says so, and ends the attempt.
+        """
         reason = f"it is not finite: {', '.join(arena.not_finite[:3])}"
         self._publish_step(SnapshotDropped(step=arena.step, reason=reason))
-        self.outcomes[arena.step] = reason
         arena.is_spent = True
         if self._duty.commits:
             arena.num_tasks += 1

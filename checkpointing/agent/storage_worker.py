@@ -122,6 +122,7 @@ class StorageWorker:
         self.sidecars = SidecarWriter(durable.sidecars, tiers.name(durable), report, self._flush_retries)
         self._digesting: TaskThread[Arena] = TaskThread("checkpoint-digest", one_by_one(self._digest))
         self._committing: TaskThread[_Task] = TaskThread("checkpoint-commit", one_by_one(self._commit))
+        self.publisher.has_work = lambda: self._committing.has_waiting
         self._threads = (self._digesting, self._committing, self.uploader.thread, self.sidecars.thread)
 
     def start(self) -> None:

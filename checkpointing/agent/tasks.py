@@ -37,6 +37,11 @@ class TaskThread(Generic[T]):
         """Add a task; any thread may call this."""
         self._tasks.put(task)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a task has not been begun yet."""
+        return not self._tasks.empty()
+
     def close(self) -> None:
         """Wait until all tasks that were put have been handled, and end the thread."""
         self._tasks.put(_End.END)

@@ -40,7 +40,7 @@ class CapturedState:
         masters: Parameters in full precision, by name, where the optimizer has these besides.
         stages: Which rank holds what, where the model is a stage of a pipeline, and model and optimizer are its own.
         stage_buffers: Buffers of this rank's stage, by name, unless they are large.
-        finite: Names of the buffers that are to be finite.
+        finite: Names of the buffers that are to be finite, of those that are clones.
         scale: The gradient scaler's scale; None without one.
         sources: Tensors that only an optimizer may change, as training has them, with their names.
         uncut: Where `parts` are yet to be made: number of ranks on each node that copy what is sharded together.

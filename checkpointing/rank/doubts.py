@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 # Seconds between two reads of a checkpoint on a disk.
 _LOCAL_PAUSE_S = 0.5
+# Reads of one on a disk that were all wrong, each in another way.
+_MOST_LOCAL_READS = 3
 # Between two reads of another one: at first, and at most.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 # For a checkpoint after one that was wrong for all of the patience.
@@ -67,9 +69,10 @@ class Doubts:
         now = self.clock()
         doubt = self._found.get(key)
         self._began.setdefault(key, now)
-        if doubt is None or doubt.text != text:
+        if doubt is None or (doubt.text != text and (is_remote or doubt.reads + 1 < _MOST_LOCAL_READS)):
             # Other bytes than before say that the way to them is at fault: its time begins again.
-            self._found[key] = _Doubt(now, rank, text, is_remote, pause_s=doubt.pause_s if doubt else _FIRST_PAUSE_S)
+            pause_s, reads = (doubt.pause_s, doubt.reads + 1) if doubt else (_FIRST_PAUSE_S, 1)
+            self._found[key] = _Doubt(now, rank, text, is_remote, reads=reads, pause_s=pause_s)
             return
         doubt.reads += 1
         has_passed = any(one.is_remote for one in self._condemned.values())

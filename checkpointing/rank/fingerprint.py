@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ import torch
 from checkpointing.rank.file_images import Extent
 from checkpointing.word_sum import WORD_BYTES, added, word_sum
 
+K = TypeVar("K")
 # Bytes that are summed and looked at while they are in the cache.
 _BLOCK_BYTES = 1 << 19
 # Numbers that are added in one go: few enough that no library uses several threads.
@@ -81,7 +82,9 @@ class SourceSum:
         if extent.strides:
             # Each run begins on another place of a word: what has arrived is taken.
             self._rest += _runs(extent)
-            if not _is_finite(source, kind):
+            if kind is not None and source.device.type != "cpu":
+                self._norms.append((address, _norm(source.reshape(-1).view(kind))))
+            elif kind is not None and not _is_finite(source, kind):
                 self._not_finite.append(address)
             return
         if source.device.type == "cpu":
@@ -97,8 +100,7 @@ class SourceSum:
         if kind is not None and source.storage_offset() % kind.itemsize == 0:
             whole_numbers = len(source) // kind.itemsize * kind.itemsize
             if whole_numbers:
-                numbers = source[:whole_numbers].view(kind)
-                self._norms.append((address, torch.linalg.vector_norm(numbers, math.inf, dtype=_norm_type(kind))))
+                self._norms.append((address, _norm(source[:whole_numbers].view(kind))))
         head = min(-offset % WORD_BYTES, len(source))
         whole = (len(source) - head) // WORD_BYTES * WORD_BYTES
         body = source[head : head + whole]
@@ -110,12 +112,7 @@ class SourceSum:
 
     def not_finite(self) -> list[int]:
         """Return the addresses of storages that hold NaN or infinity; waits for the device."""
-        found = list(self._not_finite)
-        for device in {norm.device for _, norm in self._norms}:
-            mine = [(address, norm) for address, norm in self._norms if norm.device == device]
-            norms = torch.stack([norm.double() for _, norm in mine]).cpu().tolist()
-            found += [address for (address, _), norm in zip(mine, norms, strict=True) if not math.isfinite(norm)]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([*self._not_finite, *_infinite(self._norms)]))
 
     def total(self, buffer: memoryview, literals: Sequence[tuple[int, bytes]]) -> tuple[int, int]:
         """Return the sum, and of how many bytes it is, once everything has been copied; waits for the device.
@@ -132,26 +129,48 @@ class SourceSum:
         return added(found), self._nbytes + sum(len(data) for _, data in literals)
 
 
-def not_finite_names(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of the small tensors that hold NaN or infinity; waits for the device that they are on."""
-    found = []
-    flags: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FINITE_TYPES or not tensor.numel() or tensor.device.type == "meta":
-            continue
-        if tensor.device.type == "cpu":
+class FiniteLook:
+    """A look for NaN and infinity in small tensors: at once on the host, enqueued on a device.
+
+    Args:
+        tensors: Strided tensors of any type, by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._found: list[str] = []
+        self._norms: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in tensors.items():
+            if tensor.dtype not in FINITE_TYPES or not tensor.numel():
+                continue
+            if tensor.device.type != "cpu":
+                self._norms.append((name, _norm(tensor.detach())))
             # Not torch, whose threads belong to training.
-            if not _is_finite(tensor.detach().contiguous().reshape(-1).view(torch.uint8), tensor.dtype):
-                found.append(name)
-        else:
-            flags.setdefault(tensor.device, []).append((name, torch.isfinite(tensor).all()))
-    for some in flags.values():
-        answers = torch.stack([flag for _, flag in some]).cpu().tolist()
-        found += [name for (name, _), is_finite in zip(some, answers, strict=True) if not is_finite]
+            elif not _is_finite(tensor.detach().contiguous().reshape(-1).view(torch.uint8), tensor.dtype):
+                self._found.append(name)
+
+    def names(self) -> list[str]:
+        """Return the names of those that hold NaN or infinity; waits for the device."""
+        return [*self._found, *_infinite(self._norms)]
+
+
+def _norm(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the greatest magnitude, which is not finite if a number is not; enqueued, in no further memory."""
+    kind = torch.float64 if numbers.dtype is torch.float64 else torch.float32
+    found: torch.Tensor = torch.linalg.vector_norm(numbers, math.inf, dtype=kind)
     return found
 
 
-def _is_finite(data: torch.Tensor, kind: torch.dtype | None) -> bool:
+def _infinite(norms: Sequence[tuple[K, torch.Tensor]]) -> list[K]:
+    """Return the keys of norms that are not finite; waits once for each device."""
+    found = []
+    for device in {norm.device for _, norm in norms}:
+        mine = [(key, norm) for key, norm in norms if norm.device == device]
+        values = torch.stack([norm.double() for _, norm in mine]).cpu().tolist()
+        found += [key for (key, _), value in zip(mine, values, strict=True) if not math.isfinite(value)]
+    return found
+
+
+def _is_finite(data: torch.Tensor, kind: torch.dtype) -> bool:
     """Return whether bytes on the host hold finite numbers only."""
     found = _Finite(data.reshape(-1).numpy(), kind)
     found.look(0, data.numel())
@@ -209,10 +228,6 @@ def _sum(values: np.ndarray) -> float:
     with np.errstate(all="ignore"):
         found = float(np.add.reduce(np.vecdot(values[:whole].reshape(-1, _ROW), ones))) if whole else 0.0
         return found + float(np.vecdot(values[whole:], ones[: len(values) - whole]))
-
-
-def _norm_type(kind: torch.dtype) -> torch.dtype:
-    return torch.float64 if kind is torch.float64 else torch.float32
 
 
 def _runs(extent: Extent) -> list[tuple[int, int]]:

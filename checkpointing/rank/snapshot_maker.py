@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from checkpointing.rank.captured_state import CapturedState, completed
 from checkpointing.rank.copy_thread import Copy
 from checkpointing.rank.direct_commit import DirectCommit
 from checkpointing.rank.file_images import Extent, FileImage, PlacedFile, blob_image
-from checkpointing.rank.fingerprint import FINITE_TYPES, SourceSum, not_finite_names
+from checkpointing.rank.fingerprint import FINITE_TYPES, FiniteLook, SourceSum
 from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.rank_files import differing_buffers, own_objects
 from checkpointing.rank.ranks import Ranks
@@ -38,6 +39,8 @@ from checkpointing.split import Split, is_split
 from checkpointing.together import Together
 
 logger = logging.getLogger("checkpointing")
+# By which the ranks tell each other which small values are not finite.
+_NOT_FINITE = "not-finite-"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class _Layout:
         together: The save, where the images are only this node's share of the state.
         splittable: Files that several nodes can write: large, and equal on all of them.
         guests: Names of images that only keep a place for copies of another node's shards.
+        not_finite: Returns the names of buffers, and of a scaler, that hold NaN or infinity on any rank.
     """
 
     images: list[FileImage]
@@ -59,6 +63,7 @@ class _Layout:
     together: Together | None = None
     splittable: tuple[str, ...] = ()
     guests: frozenset[str] = frozenset()
+    not_finite: Callable[[], list[str]] = list
 
 
 class SnapshotMaker:
@@ -150,7 +155,8 @@ class SnapshotMaker:
         copy.copied(state.changed)
         why_not = self._why_unusable(pending, copy, extents, buffer)
         # The rank that finds it ends by itself: others may have no memory for the snapshot, and not be here.
-        not_finite = self._not_finite(state, sums, names) if why_not is None else []
+        not_finite = [names[address][0] for address in sums.not_finite()] if why_not is None else []
+        not_finite += layout.not_finite() if why_not is None else []
         if not_finite:
             pending.was_staged = False
         if layout.together is not None:
@@ -203,18 +209,17 @@ class SnapshotMaker:
                 guest.offset,
             )
 
-    def _not_finite(
-        self, state: CapturedState, sums: SourceSum, names: Mapping[int, tuple[str, torch.dtype]]
-    ) -> list[str]:
-        """Return the names of what holds NaN or infinity, of what this rank has copied and of its own buffers."""
+    def _look_at_small(self, state: CapturedState) -> Callable[[], list[str]]:
+        """Begin to look at this rank's buffers and scaler; return what returns the names of those that are not finite.
+
+        The copy thread waits for the device only once it asks for them.
+        """
         if not self._check_finite:
-            return []
-        found = [names[address][0] for address in sums.not_finite()]
-        buffers = {**state.model, **state.stage_buffers}
-        found += not_finite_names({name: buffers[name] for name in sorted(state.finite) if name in buffers})
-        if state.scale is not None and not 0 < state.scale < math.inf:
-            found.append(f"scaler: a scale of {state.scale:g}")
-        return found
+            return list
+        buffers = {**(state.model if self._ranks.is_first else {}), **state.stage_buffers}
+        look = FiniteLook({name: buffers[name] for name in sorted(state.finite) if name in buffers})
+        is_broken = state.scale is not None and not 0 < state.scale < math.inf
+        return lambda: [*look.names(), *([f"scaler: a scale of {state.scale:g}"] if is_broken else [])]
 
     def _give_buddies_up(self) -> None:
         """Keep no copies of other nodes' shards any more: some node has no memory for them."""
@@ -283,7 +288,12 @@ class SnapshotMaker:
         if state.masters:
             images.append(safetensors_image(MASTER_NAME, state.masters))
         images.append(self._torch_file(OPTIMIZER_NAME).image(state.optimizer))
+        # Of buffers, rank 0's count: DDP copies them to the others before each forward pass.
+        look = self._look_at_small(state)
+        if self._ranks.group is not None and (names := look()):
+            own[f"{_NOT_FINITE}{rank}"] = json.dumps(names).encode()
         everyones = self._replicas.gather_files(request.step, own, images)
+        found = [everyones.pop(name) for name in sorted(everyones) if name.startswith(_NOT_FINITE)]
         shared = {name: data for name, data in state.small.items() if name != OPTIONS_NAME}
         small = {**static_files, **shared, **_contents(request.shared_files), **everyones}
         if state.parts:
@@ -300,7 +310,9 @@ class SnapshotMaker:
             small[INDEX_NAME] = index
         if self._ranks.local_rank == 0:
             images += [blob_image(name, data) for name, data in small.items()]
-        return _Layout(images, num_foreign, optimizer, together, splittable, frozenset(guests))
+        gathered = list(dict.fromkeys(name for names in found for name in json.loads(names)))
+        not_finite = look if self._ranks.group is None else lambda: gathered
+        return _Layout(images, num_foreign, optimizer, together, splittable, frozenset(guests), not_finite)
 
     def _copy_share(
         self,

@@ -25,7 +25,7 @@ from checkpointing.layout import (
 from checkpointing.rank import sharding
 from checkpointing.rank.adapter import BASE_NAME, Adapter
 from checkpointing.rank.captured_state import CapturedState, versions_of
-from checkpointing.rank.fingerprint import not_finite_names
+from checkpointing.rank.fingerprint import FiniteLook
 from checkpointing.rank.optimizer_memory import OptimizerMemory
 from checkpointing.rank.param_names import matched_to
 from checkpointing.rank.readable import check_readable
@@ -83,9 +83,8 @@ class TrainState:
             if not name.isidentifier() or name in ("optimizer", "scheduler", "scaler", "rng_state"):
                 raise ValueError(f"states: the name {name!r} is not allowed; use another identifier")
         # Masks hold infinities from the beginning; other buffers are to stay finite.
-        buffers = dict(self.model.named_buffers()) if self.model is not None else {}
-        whole = {name: value for name, value in buffers.items() if not sharding.is_sharded(value)}
-        object.__setattr__(self, "_finite_buffers", frozenset(whole.keys() - set(not_finite_names(whole))))
+        buffers = _small_buffers(self.model) if self.model is not None else {}
+        object.__setattr__(self, "_finite_buffers", frozenset(buffers.keys() - set(FiniteLook(buffers).names())))
 
     @property
     def weights_name(self) -> str:
@@ -157,7 +156,8 @@ class TrainState:
             local_world_size = sys.maxsize
         # Only an optimizer changes parameters; everything else may change at any moment.
         buffers = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
-        if sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES:
+        are_cloned = sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES
+        if are_cloned:
             live |= _clones_of(buffers)
         # What is made for the capture, or goes by what an engine does meanwhile, is cut at once.
         is_late = cut and not check and self.stages is None and self.zero is None
@@ -207,7 +207,7 @@ class TrainState:
             versions=versions_of([*model.values(), *tensors_in(optimizer), *guards]),
             stage_buffers=stage_buffers,
             sources=[(name, tensor) for name, tensor in sources if not sharding.is_stand_in(tensor, parts)],
-            finite=self._finite_buffers & buffers.keys(),
+            finite=self._finite_buffers & buffers.keys() if are_cloned else frozenset(),
             scale=_scale_of(objects.get(SCALER_NAME)),
             uncut=local_world_size if is_late else None,
         )
@@ -326,6 +326,20 @@ class TrainState:
             _fill_buffers(self.model, ranks.get("buffers", {}))
         _load_if_there(self.scheduler, point, SCHEDULER_NAME, own_name)
         _load_if_there(self.scaler, point, SCALER_NAME, own_name)
+
+
+def _small_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are saved, by name, unless they are large: plain tensors that have contents."""
+    found = {
+        f"{prefix}.{name}".lstrip("."): value
+        for prefix, module in model.named_modules()
+        for name, value in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+        and type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+    }
+    return found if sum(value.nbytes for value in found.values()) <= _CLONE_BYTES else {}
 
 
 def _scale_of(scaler: Any) -> float | None:

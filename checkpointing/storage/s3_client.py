@@ -129,7 +129,7 @@ class S3Client:
                 raise StorageTimeout(f"{what}: {error}") from None
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 # Raised while the client parsed an answer that was damaged on its way.
-                raise StorageTimeout(f"{what}: the answer makes no sense: {error}") from None
+                raise StorageTimeout(f"{what}: the answer makes no sense: {error}") from error
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(StorageTimeout),

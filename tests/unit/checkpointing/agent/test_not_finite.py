@@ -15,7 +15,7 @@ from checkpointing.events import NotFiniteKept, Pruned, SnapshotDropped, Snapsho
 from checkpointing.layout import NOT_FINITE_FOLDER
 from checkpointing.manifest import Manifest, SnapshotInfo
 from checkpointing.retention import Retention
-from checkpointing.storage import open_storage
+from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.tiers import Tiers
 
 
@@ -51,8 +51,8 @@ def test_it_is_kept_once_and_counts_for_nothing(bench: Bench, tmp_path: Path, co
     assert bench.tiers.catalog.committed_steps() == [4]
     assert any(isinstance(event, SnapshotDropped) and event.step == 5 for event in bench.events)
     assert not any(isinstance(event, SnapshotTaken) and event.step == 5 for event in bench.events)
-    # A rank that waits for its commit learns of it; and it is not resumed from in memory.
-    assert "not finite" in str(bench.scheduler.outcomes[5])
+    # A rank that waits for its commit waits until its attempt ends; and it is not resumed from in memory.
+    assert 5 not in bench.scheduler.outcomes
     newest = bench.pool.newest("")
     assert newest is not None and newest.step == 4
     results = not_finite(bench, 6)
@@ -97,3 +97,25 @@ def test_a_node_that_does_not_write_keeps_none(tmp_path: Path) -> None:
     bench = Bench(Tiers(open_storage(str(tmp_path / "run"))), commits=False)
     not_finite(bench, 5)
     assert not (tmp_path / "run" / NOT_FINITE_FOLDER).exists()
+
+
+def test_it_does_not_take_the_room_of_checkpoints(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda storage: 2 * len(STATE))
+    with caplog.at_level(logging.WARNING):
+        not_finite(bench, 5)
+    assert "bytes are free" in caplog.text
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda storage: 3 * len(STATE))
+    # What a try that was cut off has left is removed.
+    left = tmp_path / "run" / NOT_FINITE_FOLDER / ".checkpoint-5.1.tmp"
+    left.mkdir(exist_ok=True)
+    (tmp_path / "run" / NOT_FINITE_FOLDER / ".fence.json").unlink(missing_ok=True)
+    not_finite(bench, 6)
+    assert not left.exists() and open_storage(str(tmp_path / "run" / NOT_FINITE_FOLDER)).steps() == [6]
+
+
+def test_it_is_not_written_where_the_run_s_folder_is_gone(bench: Bench, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "run")
+    not_finite(bench, 5)
+    assert not (tmp_path / "run").exists()

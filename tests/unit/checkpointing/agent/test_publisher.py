@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, Clock, Reports, Store, save, two_tiers
 
+from checkpointing.agent import publisher as publisher_module
 from checkpointing.agent.duty import Duty
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
@@ -208,3 +210,24 @@ def test_a_run_that_is_asked_to_stop_does_not_read_back(tmp_path: Path, monkeypa
 def test_a_store_that_compares_checksums_is_not_read_back() -> None:
     bench = Bench()
     assert bench.tiers.durable.checks_arrival
+
+
+@pytest.mark.parametrize("waits", ["commit", "stop"])
+def test_reading_back_is_given_up_for_what_cannot_wait(
+    waits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("checkpointing.agent.publisher._SOON_READ_BYTES", 4)
+    run = Lying(tmp_path, keep_last=1)
+    run.commit(5)
+    pieces = publisher_module.pieces_of
+
+    def arriving(*arguments: Any) -> Iterator[memoryview]:
+        for piece in pieces(*arguments):
+            # It comes while the first piece is read.
+            run.publisher.is_hurried, run.publisher.has_work = waits == "stop", lambda: waits == "commit"
+            yield piece
+
+    monkeypatch.setattr(publisher_module, "pieces_of", arriving)
+    assert run.commit(10) == [5, 10] and run.commit(15) == [5, 10, 15]
+    # Commits may come so quickly that there is never time.
+    assert run.commit(20) == ([20] if waits == "commit" else [5, 10, 15, 20])

@@ -55,6 +55,14 @@ def test_a_file_on_a_disk_is_read_twice(doubts: Doubts, clock: Clock) -> None:
     assert (one.step, one.tier, one.rank, one.is_remote) == (20, 0, 1, False)
 
 
+def test_a_disk_that_gives_other_bytes_each_time_is_read_three_times(doubts: Doubts, clock: Clock) -> None:
+    for number in range(3):
+        assert not doubts.is_condemned(NEWEST)
+        doubts.add(NEWEST, f"model.safetensors was altered ({number} was read)", rank=0, is_remote=False)
+        doubts.wait(NEWEST)
+    assert doubts.is_condemned(NEWEST) and clock.now < 3
+
+
 def test_what_comes_from_elsewhere_must_be_wrong_for_minutes(doubts: Doubts, clock: Clock) -> None:
     reads = 0
     while not doubts.is_condemned(NEWEST):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
 from small_training import SmallTraining
+from thread_ranks import run_ranks
 
 from checkpointing.errors import NonFinite
 from checkpointing.rank.file_images import Extent, FileImage, bytes_of, place, shares
 from checkpointing.rank.fingerprint import FINITE_TYPES, SourceSum
+from checkpointing.rank.ranks import Ranks
 
+BUILDING = threading.Lock()
 VALUES = [math.nan, math.inf, -math.inf]
 
 
@@ -128,3 +132,52 @@ def test_a_scaler_without_a_scale_is_not_kept(scale: float) -> None:
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_scaler_in_order_is_kept(enabled: bool) -> None:
     accepted(SmallTraining(overlap=True, scaler=torch.amp.GradScaler("cpu", enabled=enabled)))
+
+
+def test_buffers_that_are_not_saved_or_not_plain_are_not_looked_at() -> None:
+    def add(model: torch.nn.Module) -> None:
+        model.register_buffer("adjacency", torch.eye(3).to_sparse(), persistent=False)
+        model.register_buffer("later", torch.empty(3, device="meta"), persistent=False)
+        model.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    job = SmallTraining(overlap=True, before=add)
+    job.model.get_buffer("cache")[0] = math.nan
+    accepted(job)
+
+
+def test_other_ranks_learn_of_a_rank_s_buffers() -> None:
+    """Each node's agent must know: the one that writes may not be that of the rank that has found it."""
+
+    def train(ranks: Ranks) -> tuple[list[str], list[str]]:
+        # One after the other, as they draw from one generator.
+        with BUILDING:
+            job = SmallTraining(overlap=True, ranks=ranks)
+        # The first optimizer step of one would wait for the other's snapshot: threads share torch's hooks.
+        ranks.barrier()
+        if ranks.rank == 0:
+            set_mean(job.model, math.nan)
+        job.snapshot()
+        with pytest.raises(NonFinite) as caught:
+            job.snapshotter.settle()
+        job.snapshotter.close()
+        return caught.value.tensors, job.arenas.not_finite
+
+    assert run_ranks(train) == [(["1.running_mean"], ["1.running_mean"])] * 2
+
+
+def test_buffers_of_other_ranks_may_be_what_they_like() -> None:
+    """DDP copies those of rank 0 to them before each forward pass."""
+
+    def train(ranks: Ranks) -> set[int]:
+        # One after the other, as they draw from one generator.
+        with BUILDING:
+            job = SmallTraining(overlap=True, ranks=ranks)
+        # The first optimizer step of one would wait for the other's snapshot: threads share torch's hooks.
+        ranks.barrier()
+        if ranks.rank == 1:
+            set_mean(job.model, math.nan)
+        job.snapshot()
+        job.close()
+        return set(job.arenas.staged_steps)
+
+    assert run_ranks(train) == [{1}, {1}]
