@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, Clock, Reports, Store, save, two_tiers
 
-from checkpointing.agent import publisher as publisher_module
 from checkpointing.agent.duty import Duty
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
 from checkpointing.catalog import Catalog
 from checkpointing.events import CommitFailed, Committed, Pruned, PruneFailed
 from checkpointing.events import Fenced as FencedEvent
+from checkpointing.reading import pieces_of
 from checkpointing.retention import Retention
 from checkpointing.storage import open_storage
 from checkpointing.storage.object_storage import ObjectStorage
@@ -219,15 +219,14 @@ def test_reading_back_is_given_up_for_what_cannot_wait(
     monkeypatch.setattr("checkpointing.agent.publisher._SOON_READ_BYTES", 4)
     run = Lying(tmp_path, keep_last=1)
     run.commit(5)
-    pieces = publisher_module.pieces_of
 
     def arriving(*arguments: Any) -> Iterator[memoryview]:
-        for piece in pieces(*arguments):
+        for piece in pieces_of(*arguments):
             # It comes while the first piece is read.
             run.publisher.is_hurried, run.publisher.has_work = waits == "stop", lambda: waits == "commit"
             yield piece
 
-    monkeypatch.setattr(publisher_module, "pieces_of", arriving)
+    monkeypatch.setattr("checkpointing.agent.publisher.pieces_of", arriving)
     assert run.commit(10) == [5, 10] and run.commit(15) == [5, 10, 15]
     # Commits may come so quickly that there is never time.
     assert run.commit(20) == ([20] if waits == "commit" else [5, 10, 15, 20])
