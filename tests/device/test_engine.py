@@ -17,12 +17,13 @@ import torch
 from small_training import SmallTraining
 
 from checkpointing import CheckpointManager
+from checkpointing.errors import NonFinite
 from checkpointing.rank import device as devices
 from checkpointing.rank import rng
 from checkpointing.rank.device import Later
 from checkpointing.rank.direct_commit import DirectCommit
-from checkpointing.rank.file_images import FileImage, blob_image, pieces
-from checkpointing.rank.fingerprint import fingerprint
+from checkpointing.rank.file_images import Extent, FileImage, blob_image, pieces
+from checkpointing.rank.fingerprint import SourceSum, fingerprint
 from checkpointing.rank.snapshot import Request
 from checkpointing.rank.torch_files import TorchFileLayout
 from checkpointing.rank.trees import tensors_in
@@ -51,6 +52,37 @@ def test_what_is_staged_is_the_state_of_one_step(number: int, on: str) -> None:
             getattr(job, draw.choice(changes))()
     job.close()
     assert job.torn() == []
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), -float("inf")])
+def test_runs_of_bytes_are_looked_at_on_the_device(value: float, on: str) -> None:
+    """What a rank holds of a matrix whose columns are shared among ranks."""
+    whole = torch.zeros(8, 6, device=on)
+    whole[3, 2] = value
+    part = whole[:, 2:4].contiguous()
+    sums = SourceSum({whole.untyped_storage().data_ptr(): whole.dtype})
+    sums.add([Extent(0, part.view(8, 2).view(torch.uint8), (24,), whole)])
+    assert bool(sums.not_finite()) == (value != 0.0)
+    unwatched = SourceSum()
+    unwatched.add([Extent(0, part.view(8, 2).view(torch.uint8), (24,))])
+    assert not unwatched.not_finite()
+
+
+@pytest.mark.parametrize("where", ["model", "moment", "buffer"])
+def test_a_state_that_is_not_finite_is_marked(where: str, on: str) -> None:
+    job = SmallTraining(overlap=True, on=on)
+    parameter = next(job.model.parameters())
+    tensors = {
+        "model": parameter.detach(),
+        "moment": job.optimizer.state[parameter]["exp_avg"],
+        "buffer": job.model.get_buffer("1.running_var"),
+    }
+    tensors[where].view(-1)[1] = float("nan")
+    job.snapshot()
+    with pytest.raises(NonFinite):
+        job.snapshotter.settle()
+    job.snapshotter.close()
+    assert len(job.arenas.not_finite) == 1
 
 
 def network() -> torch.nn.Module:
