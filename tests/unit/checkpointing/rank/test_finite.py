@@ -145,18 +145,24 @@ def test_buffers_that_are_not_saved_or_not_plain_are_not_looked_at() -> None:
     accepted(job)
 
 
+def with_a_broken_mean(ranks: Ranks, broken: int) -> SmallTraining:
+    """A training on two ranks, one of whose running means is NaN, with a snapshot on its way."""
+    # One after the other, as they draw from one generator.
+    with BUILDING:
+        job = SmallTraining(overlap=True, ranks=ranks)
+    # The first optimizer step of one would wait for the other's snapshot: threads share torch's hooks.
+    ranks.barrier()
+    if ranks.rank == broken:
+        set_mean(job.model, math.nan)
+    job.snapshot()
+    return job
+
+
 def test_other_ranks_learn_of_a_rank_s_buffers() -> None:
     """Each node's agent must know: the one that writes may not be that of the rank that has found it."""
 
     def train(ranks: Ranks) -> tuple[list[str], list[str]]:
-        # One after the other, as they draw from one generator.
-        with BUILDING:
-            job = SmallTraining(overlap=True, ranks=ranks)
-        # The first optimizer step of one would wait for the other's snapshot: threads share torch's hooks.
-        ranks.barrier()
-        if ranks.rank == 0:
-            set_mean(job.model, math.nan)
-        job.snapshot()
+        job = with_a_broken_mean(ranks, 0)
         with pytest.raises(NonFinite) as caught:
             job.snapshotter.settle()
         job.snapshotter.close()
@@ -169,14 +175,7 @@ def test_buffers_of_other_ranks_may_be_what_they_like() -> None:
     """DDP copies those of rank 0 to them before each forward pass."""
 
     def train(ranks: Ranks) -> set[int]:
-        # One after the other, as they draw from one generator.
-        with BUILDING:
-            job = SmallTraining(overlap=True, ranks=ranks)
-        # The first optimizer step of one would wait for the other's snapshot: threads share torch's hooks.
-        ranks.barrier()
-        if ranks.rank == 1:
-            set_mean(job.model, math.nan)
-        job.snapshot()
+        job = with_a_broken_mean(ranks, 1)
         job.close()
         return set(job.arenas.staged_steps)
 
