@@ -32,7 +32,7 @@ BEGUN_NAME = f"{FOLDER}begun.json"
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}\Z")
 _SHARD = re.compile(rf"{FOLDER}(\d+)\.bin\Z")
 # Of the pieces in a shard, in bytes: every element is aligned, whatever its type.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 _TOO_LARGE = 2**63
 
 
@@ -268,6 +268,12 @@ class ShardIndex:
                 if piece.at + piece.nbytes > sizes.get(piece.shard, 0):
                     raise ValueError(f"{INDEX_NAME} names bytes that are not in {shard_name(piece.shard)}")
 
+    def gaps(self, rank: int) -> list[tuple[int, int]]:
+        """Return the places in a rank's shard that are behind a piece and before the next; its own layout only."""
+        pieces = [piece for file in self.files.values() for piece in (*file.common, *file.pieces)]
+        ends = sorted(piece.at + piece.nbytes for piece in pieces if piece.shard == rank)
+        return [(end, _aligned(end)) for end in ends if end % ALIGNMENT]
+
     @classmethod
     def laid_out(cls, holdings: Sequence[ShardIndex]) -> tuple[ShardIndex, list[int]]:
         """Give each piece that ranks hold a place in a shard; what several hold is the lowest rank's.
@@ -293,12 +299,16 @@ class ShardIndex:
                         if (name, piece) not in seen:
                             seen.add((name, piece))
                             placed.append(replace(piece, shard=rank, at=end))
-                            end += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+                            end = _aligned(end + piece.nbytes)
             sizes.append(end)
         index = cls({name: SpreadFile(nbytes, tuple(a), tuple(b)) for name, (nbytes, a, b) in found.items()})
         for file in index.files.values():
             file.check()
         return index, sizes
+
+
+def _aligned(place: int) -> int:
+    return -(-place // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,18 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.file_images import Extent, FileImage
 from checkpointing.rank.ranks import Ranks
-from checkpointing.shards import Piece, ShardIndex, SpreadFile, shard_name
+from checkpointing.shards import ALIGNMENT, Piece, ShardIndex, SpreadFile, shard_name
 from checkpointing.together import Together
 
 # What all ranks need of the first one's shard. With more, such as all weights under ZeRO 1 and 2, the storage is a
 # better place to read it from than one rank.
 _MOST_COMMON_BYTES = 64 * 1024 * 1024
+_ZEROS = torch.zeros(ALIGNMENT, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class ShardLayout:
         self._index = ShardIndex({})
         self._index_file = b""
         self.sizes: list[int] = []
+        self._gaps: list[tuple[int, int]] = []
         self._num_common = 0
 
     def lay_out(self, images: Sequence[FileImage]) -> tuple[list[FileImage], bytes, Together]:
@@ -81,7 +85,10 @@ class ShardLayout:
             if isinstance(holding.content, bytes):
                 own.literals.append((placed.at, holding.content))
             else:
-                own.own.append(Extent(placed.at, holding.content.source.reshape(-1)))
+                content = holding.content
+                own.own.append(Extent(placed.at, content.source.reshape(-1), of=content.of))
+        # Written as well: every byte of a file is one that some rank has put there.
+        own.own.extend(Extent(first, _ZEROS[: last - first]) for first, last in self._gaps)
         shards = [own if rank == ranks.rank else FileImage(shard_name(rank), self.sizes[rank]) for rank in local]
         identity = ranks.broadcast(uuid.uuid4().hex[:12])
         names = tuple(map(shard_name, range(ranks.world_size)))
@@ -101,6 +108,7 @@ class ShardLayout:
         except ValueError as error:
             raise CheckpointError(f"the ranks together do not hold all of the sharded state: {error}") from None
         self._digests = digests
+        self._gaps = self._index.gaps(self._ranks.rank)
         self._num_common = sum(piece.nbytes for file in self._index.files.values() for piece in file.common)
         self._index_file = self._index.to_json() if self._ranks.local_rank == 0 else b""
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from checkpointing.boxes import Cut, Placements, Range, Region, num_regions, reg
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.file_images import Extent, FileImage, bytes_of
 from checkpointing.rank.fragments import Fragment, assembled, fragment_of, is_partitioned
+from checkpointing.rank.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Part:
 
 # By the storage of the stand-in for the whole tensor.
 Parts = dict[int, Part]
+# File, offset, strides and shape of bytes that a rank copies.
+_Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 
 
 def is_dtensor(value: object) -> bool:
@@ -320,3 +325,35 @@ def is_spread(model: torch.nn.Module, local_world_size: int) -> bool:
         if any(len(writing) < needed for writing in found.values()):
             return True
     return False
+
+
+class LocalWriters:
+    """Leaves bytes that several ranks of a node hold to the first of these.
+
+    A mesh says which of its own ranks copies what. Where a tensor is on one mesh of several with the same contents, as
+    a norm that FSDP2 shards and tensor parallelism does not, each of these would copy it.
+
+    Args:
+        ranks: This rank, with a group that only the copy thread uses.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        # What the ranks held when they last compared it: it seldom changes.
+        self._digests: list[bytes] = []
+        self._elsewhere: frozenset[_Place] = frozenset()
+
+    def take_turns(self, images: Sequence[FileImage]) -> None:
+        """Take from the images what an earlier rank of this node copies; all ranks call this together."""
+        mine = [_place_of(image, extent) for image in images for extent in image.own]
+        digests = self._ranks.gather(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest())
+        if digests != self._digests:
+            first = self._ranks.rank - self._ranks.local_rank
+            before = self._ranks.gather(mine)[first : self._ranks.rank]
+            self._elsewhere, self._digests = frozenset(itertools.chain.from_iterable(before)), digests
+        for image in images:
+            image.own[:] = [extent for extent in image.own if _place_of(image, extent) not in self._elsewhere]
+
+
+def _place_of(image: FileImage, extent: Extent) -> _Place:
+    return image.name, extent.offset, extent.strides, tuple(extent.source.shape)

@@ -98,6 +98,7 @@ class SnapshotMaker:
         self._replicas = ReplicaComparison(ranks)
         self._check_replicas = check_replicas
         self._shards = ShardLayout(ranks)
+        self._writers = sharding.LocalWriters(ranks)
         self._layouts: dict[str, TorchFileLayout] = {}
         self.has_torn = False
 
@@ -298,6 +299,8 @@ class SnapshotMaker:
         small = {**static_files, **shared, **_contents(request.shared_files), **everyones}
         if state.parts:
             images = [sharding.take_over(image, state.parts) for image in images]
+            if not state.is_spread:
+                self._writers.take_turns(images)
         optimizer, together, guests = images[-1], None, dict[str, int]()
         # What is taken from each node's first rank, such as running statistics, may differ.
         splittable = tuple(image.name for image in images if is_split(image.nbytes) and not image.alone)

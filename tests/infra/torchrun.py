@@ -14,6 +14,7 @@ import fcntl
 import functools
 import gc
 import io
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -70,6 +71,10 @@ class Ended:
         """0 if all have succeeded, otherwise 1, as torchrun's."""
         return int(any(self.codes))
 
+    def printed(self) -> Any:
+        """Return the JSON object that one of them has printed; libraries print lines of their own."""
+        return next(json.loads(line) for line in self.stdout.splitlines() if line.startswith('{"'))
+
 
 def torchrun(
     script: Path,
@@ -118,7 +123,9 @@ def torchrun(
                     process.kill()
                     process.join()
         codes = tuple(int(process.exitcode) for process in processes)
-        return Ended(codes, _read(folder, "stdout"), _read(folder, "stderr"))
+        ended = Ended(codes, _read(folder, "stdout"), _read(folder, "stderr"))
+        assert "please report it" not in ended.stderr, ended.stderr[-8000:]
+        return ended
 
 
 def _read(folder: str, stream: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -29,7 +28,7 @@ _CASES = [
 def test_resumed_after_each_of_the_first_steps(variant: str, ranks: int, tmp_path: Path) -> None:
     ended = torchrun(PROGRAM, tmp_path, variant, ranks=ranks)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("{")))
+    found = ended.printed()
     assert found["equal"], found
     assert "another order" not in ended.stderr
 

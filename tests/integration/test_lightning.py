@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ def run(folder: Path, trouble: str, options: str, ranks: int = 1) -> Ended:
 def result(folder: Path, options: str, ranks: int = 1) -> dict[str, Any]:
     done = run(folder, "-", options, ranks)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = done.printed()
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def run(folder: Path, tensor: int, shard: int, *, last: int = 0) -> dict[str, An
     script.write_text(SCRIPT)
     done = torchrun(script, folder, last, tensor, shard, ranks=tensor * shard)
     assert (done.returncode != 0) == bool(last), done.stderr[-5000:]
-    return {} if last else dict(json.loads(done.stdout.splitlines()[-1]))
+    return {} if last else dict(done.printed())
 
 
 @pytest.mark.soak

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from thread_ranks import run_ranks
 
@@ -16,11 +18,13 @@ from checkpointing.rank.file_images import (
     placed_literals,
     shares,
 )
+from checkpointing.rank.fingerprint import SourceSum
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.shard_layout import ShardLayout
 from checkpointing.shard_reading import PartCache, PartReader, read_range
 from checkpointing.shards import ShardIndex, ShardParts
 from checkpointing.together import Together
+from checkpointing.word_sum import word_sum
 
 # A header, a matrix of 4 x 6 bytes that is cut by columns, and three bytes that all ranks hold.
 FILE = bytes(range(100, 105)) + bytes(range(24)) + b"end"
@@ -29,7 +33,7 @@ MATRIX = torch.arange(24, dtype=torch.uint8).view(4, 6)
 
 def image(rank: int, num_ranks: int) -> FileImage:
     width = 6 // num_ranks
-    own = Extent(5 + rank * width, MATRIX[:, rank * width : (rank + 1) * width].contiguous(), (6,))
+    own = Extent(5 + rank * width, MATRIX[:, rank * width : (rank + 1) * width].contiguous(), (6,), MATRIX)
     literals = [(0, FILE[:5])]
     return FileImage("m", len(FILE), literals, [(29, torch.tensor(list(b"end"), dtype=torch.uint8))], [own])
 
@@ -79,8 +83,37 @@ def test_what_several_ranks_hold_is_written_by_the_first() -> None:
         shards, *_ = ShardLayout(ranks).lay_out([image(ranks.rank % 2, 2)])
         return len(shards[ranks.local_rank].own)
 
-    # The columns, and what all ranks hold.
-    assert run_ranks(lay_out, 4) == [2, 1, 0, 0]
+    # The columns and what all ranks hold, each with what fills its place up.
+    assert run_ranks(lay_out, 4) == [5, 2, 0, 0]
+
+
+def test_what_is_a_copy_says_of_which_tensor() -> None:
+    """By which it is known whether its numbers have to be finite."""
+
+    def lay_out(ranks: Ranks) -> list[bool]:
+        shards, *_ = ShardLayout(ranks).lay_out([image(ranks.rank, 2)])
+        return [extent.of is MATRIX for extent in shards[ranks.local_rank].own if extent.source.numel() == 12]
+
+    assert run_ranks(lay_out, 2) == [[True], [True]]
+
+
+def test_every_byte_of_a_shard_is_put_there_and_counted() -> None:
+    """What else is in an arena is of an earlier snapshot; and only a sum of all bytes is compared."""
+
+    def lay_out(ranks: Ranks) -> bytes:
+        shards, *_ = ShardLayout(ranks).lay_out([image(ranks.rank, ranks.world_size)])
+        placed, own = [PlacedFile(shards[ranks.local_rank], 0)], SourceSum()
+        buffer = memoryview(bytearray(b"?" * shards[ranks.local_rank].nbytes))
+        extents, literals = shares(placed, 0, 1), placed_literals(placed)
+        copy_tensors(extents, buffer, Host())
+        copy_literals(literals, buffer)
+        own.add(extents)
+        assert own.total(buffer, literals) == (word_sum(buffer), len(buffer))
+        return bytes(buffer)
+
+    for ranks in (1, 2, 3):
+        found: Any = run_ranks(lay_out, ranks)
+        assert all(data and b"?" not in data for data in found), found
 
 
 def test_a_file_that_is_not_all_there_is_refused_on_all_ranks() -> None:

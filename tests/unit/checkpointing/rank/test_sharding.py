@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from thread_ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import sharding
 from checkpointing.rank.device import Host
-from checkpointing.rank.file_images import FileImage, bytes_of, copy_tensors
+from checkpointing.rank.file_images import Extent, FileImage, bytes_of, copy_tensors
+from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.sharding import LocalWriters
 
 
 class FakeMesh:
@@ -164,3 +167,24 @@ def test_a_model_is_spread_where_no_node_holds_all_of_it(
     monkeypatch.setattr(sharding, "is_dtensor", lambda value: True)
     model: Any = SimpleNamespace(parameters=lambda: [parameter])
     assert sharding.is_spread(model, per_node) == spread
+
+
+def test_each_byte_is_copied_by_one_rank_of_a_node() -> None:
+    """Two meshes of two ranks hold the same tensor, as under tensor parallelism one that only FSDP2 shards."""
+
+    def left(ranks: Ranks) -> list[list[int]]:
+        writers, found = LocalWriters(ranks), []
+        for moment in range(3):
+            # At first half of it each, then the ranks hold another split, as a second optimizer might bring.
+            half = (ranks.rank + (moment == 2)) % 2
+            own = [Extent(4 * half, torch.zeros(4, dtype=torch.uint8)), Extent(8, torch.zeros(1, dtype=torch.uint8))]
+            image = FileImage("m", 9, own=own)
+            writers.take_turns([image])
+            found.append([extent.offset for extent in image.own])
+        return found
+
+    found: Any = run_ranks(left, 4)
+    assert found == [[[0, 8], [0, 8], [4, 8]], [[4], [4], [0]], [[], [], []], [[], [], []]]
+    # Every node holds all that its ranks copy.
+    found = run_ranks(left, 4, per_node=2)
+    assert found[2:] == found[:2] and found[0] == [[0, 8], [0, 8], [4, 8]]
