@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpointing.rank.manager import CheckpointManager
+    from checkpointing.manager.manager import CheckpointManager
 
 __all__ = ["CheckpointManager"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "CheckpointManager":
-        from checkpointing.rank.manager import CheckpointManager
+        from checkpointing.manager.manager import CheckpointManager
 
         return CheckpointManager
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from checkpointing.events import Event
+from checkpointing.agent.events import Event
 from runner.journal.events import Entry, Malformed
 from runner.journal.parsing import parse, parse_event
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.rank.device import Host, Mark
+from checkpointing.process.device import Host, Mark
 
 
 class LateMark:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpointing.rank.device import Host
-from checkpointing.rank.file_images import FileImage, copy_literals, copy_tensors, place, placed_literals, shares
+from checkpointing.files.file_images import FileImage, copy_literals, copy_tensors, place, placed_literals, shares
+from checkpointing.process.device import Host
 
 
 def materialise(images: list[FileImage], folder: Path, num_shares: int = 1) -> None:

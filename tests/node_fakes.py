@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from checkpointing.events import Committed, Event
-from checkpointing.heartbeat import Heartbeat, Phase
+from checkpointing.agent.events import Committed, Event
+from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.config.schema import Config
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory

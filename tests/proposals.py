@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from checkpointing.events import Event
-from checkpointing.rank.doubts import Doubts
-from checkpointing.rank.restore import _Proposal, _propose, _quarantine
-from checkpointing.tiers import Tiers
+from checkpointing.agent.events import Event
+from checkpointing.commit.tiers import Tiers
+from checkpointing.resume.agreement import _Proposal, _propose, _quarantine
+from checkpointing.resume.doubts import Doubts
 
 
 def proposed(tiers: Tiers, announce: Callable[[Event], None]) -> _Proposal:

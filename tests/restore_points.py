@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.files.loaded_checkpoint import RestorePoint
 
 STEP, SAMPLES = 20, 80
 

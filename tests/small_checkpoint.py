@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from checkpointing.agent.client import Offered, OfferedSnapshot
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import RunningDigest, digesting
-from checkpointing.events import Event
-from checkpointing.layout import MODEL_NAME, OPTIMIZER_NAME
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.rank import rng
-from checkpointing.rank.device import Host
-from checkpointing.rank.file_images import FileImage, blob_image, pieces
-from checkpointing.rank.safetensors_files import safetensors_image
-from checkpointing.rank.torch_files import TorchFileLayout, torch_bytes
+from checkpointing.agent.events import Event
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.files.file_images import FileImage, blob_image, pieces
+from checkpointing.files.safetensors_files import safetensors_image
+from checkpointing.files.torch_files import TorchFileLayout, torch_bytes
+from checkpointing.format.digest import RunningDigest, digesting
+from checkpointing.format.layout import MODEL_NAME, OPTIMIZER_NAME
+from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.process import rng
+from checkpointing.process.device import Host
 from checkpointing.storage import LocalStorage
 
 

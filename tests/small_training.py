@@ -10,18 +10,18 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from checkpointing.agent.events import Event
 from checkpointing.agent.protocol import Refusal
-from checkpointing.events import Event
-from checkpointing.layout import MODEL_NAME, OPTIMIZER_NAME
-from checkpointing.rank import device as devices
-from checkpointing.rank.device import Device
-from checkpointing.rank.pinning import Pinning
-from checkpointing.rank.ranks import Ranks
-from checkpointing.rank.snapshot import Request
-from checkpointing.rank.snapshotter import Snapshotter
-from checkpointing.rank.train_state import TrainState
-from checkpointing.rank.trees import tensors_in
-from checkpointing.retention import Retention
+from checkpointing.commit.retention import Retention
+from checkpointing.format.layout import MODEL_NAME, OPTIMIZER_NAME
+from checkpointing.process import device as devices
+from checkpointing.process.device import Device
+from checkpointing.process.pinning import Pinning
+from checkpointing.process.ranks import Ranks
+from checkpointing.process.trees import tensors_in
+from checkpointing.snapshot.request import Request
+from checkpointing.snapshot.schedule import Snapshotter
+from checkpointing.state.train_state import TrainState
 
 Tensors = list[torch.Tensor]
 

@@ -8,10 +8,18 @@ from collections.abc import Sequence
 import torch
 from safetensors.torch import save
 
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import digest_buffer
-from checkpointing.manifest import Manifest, SnapshotInfo
-from checkpointing.shards import INDEX_NAME, Piece, ShardIndex, ShardParts, SpreadFile, parts_name, shard_name
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.format.digest import digest_buffer
+from checkpointing.format.manifest import Manifest, SnapshotInfo
+from checkpointing.format.shard_index import (
+    INDEX_NAME,
+    Piece,
+    ShardIndex,
+    ShardParts,
+    SpreadFile,
+    parts_name,
+    shard_name,
+)
 from checkpointing.storage import Storage
 
 # One of each rank, or several.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from checkpointing.rank.ranks import Part, Ranks
+from checkpointing.process.ranks import Part, Ranks
 
 T = TypeVar("T")
 

@@ -46,7 +46,7 @@ def _broadcast_through_host() -> None:
     """Have restored states brought by broadcasts, also where no process group moves what is on these devices."""
     import torch.distributed as dist
 
-    from checkpointing.rank import broadcast as broadcasting
+    from checkpointing.process import broadcast as broadcasting
 
     def through_host(tensor: torch.Tensor, owner: int) -> None:
         on_host = tensor.cpu()

@@ -16,8 +16,8 @@ from checkpointing.agent import protocol
 from checkpointing.agent.location_lock import LOCK_TIMEOUT_S, acquire_lock
 from checkpointing.agent.options import EXIT_DELAYED, AgentOptions
 from checkpointing.agent.server import Agent
+from checkpointing.commit.tiers import open_tiers
 from checkpointing.errors import may_pass
-from checkpointing.tiers import open_tiers
 
 _NICENESS = 10
 # Lowest of the best-effort class (ioprio_set(2)).

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from checkpointing.digest import PART_BYTES
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.memory import DEFAULT_SHARE, available_bytes
-from checkpointing.shards import ShardParts
-from checkpointing.shared_memory import SharedMemory, round_up
-from checkpointing.split import Split
-from checkpointing.threads import side_by_side
-from checkpointing.together import Begun, Together
-from checkpointing.word_sum import added, word_sum
+from checkpointing.commit.replicated_save import Split
+from checkpointing.commit.sharded_save import Begun, Together
+from checkpointing.format.digest import PART_BYTES
+from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.format.shard_index import ShardParts
+from checkpointing.format.word_sum import added, word_sum
+from checkpointing.host.memory import DEFAULT_SHARE, available_bytes
+from checkpointing.host.shared_memory import SharedMemory, round_up
+from checkpointing.host.threads import side_by_side
 
 logger = logging.getLogger(__name__)
 

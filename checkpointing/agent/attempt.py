@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from checkpointing.agent.events import Event, StageEntered
 from checkpointing.agent.resumption import Resumption
 from checkpointing.agent.scheduler import Scheduler
 from checkpointing.agent.stage_workers import StageWorkers
-from checkpointing.events import Event, StageEntered
-from checkpointing.heartbeat import CommitReport, ControlPage
-from checkpointing.stages import Stage
+from checkpointing.commit.training_stage import Stage
+from checkpointing.host.heartbeat import CommitReport, ControlPage
 
 
 class CurrentAttempt:

@@ -14,19 +14,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from checkpointing.agent import protocol
+from checkpointing.agent.events import Event
 from checkpointing.agent.options import EXIT_DELAYED, AgentOptions
 from checkpointing.agent.protocol import Guest, Message, Refusal
+from checkpointing.commit.replicated_save import Split
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.sharded_save import Together
+from checkpointing.commit.training_stage import FIRST_STAGE, Stage
 from checkpointing.errors import AgentDelayed, AgentUnavailable, StorageUnreachable, may_pass
-from checkpointing.events import Event
-from checkpointing.heartbeat import ControlPage
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.retention import Retention
-from checkpointing.shards import shard_rank
-from checkpointing.shared_memory import SharedMemory
-from checkpointing.split import Split
-from checkpointing.stages import FIRST_STAGE, Stage
-from checkpointing.threads import is_readable
-from checkpointing.together import Together
+from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.format.shard_index import shard_rank
+from checkpointing.host.heartbeat import ControlPage
+from checkpointing.host.shared_memory import SharedMemory
+from checkpointing.host.threads import is_readable
 
 # Called with the size in bytes of each file that is being fetched, and a function that tells whether all have arrived.
 OnFetch = Callable[[dict[str, int], Callable[[], bool]], None]

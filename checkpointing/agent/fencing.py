@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from checkpointing.agent.duty import Duty
+from checkpointing.agent.events import Fenced as FencedEvent
+from checkpointing.agent.events import TierUnreachable
 from checkpointing.agent.reporting import text_of
 from checkpointing.agent.results import Report
-from checkpointing.catalog import Catalog, CatalogEntry
+from checkpointing.commit.catalog import Catalog, CatalogEntry
+from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import Fenced
-from checkpointing.events import Fenced as FencedEvent
-from checkpointing.events import TierUnreachable
-from checkpointing.threads import in_background
-from checkpointing.tiers import Tiers
+from checkpointing.host.threads import in_background
 
 # With checkpoints in a local tier, an attempt waits no longer than this for a durable tier that does not answer.
 PATIENCE_S = 10.0

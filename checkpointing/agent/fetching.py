@@ -6,14 +6,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from checkpointing.agent.arenas import Arena
+from checkpointing.agent.events import Fetched, FetchFailed
 from checkpointing.agent.reporting import Clock, progress_reporter, text_of
 from checkpointing.agent.results import Report
-from checkpointing.catalog import CatalogEntry
-from checkpointing.digest import RunningDigest, algorithm_of
+from checkpointing.commit.catalog import CatalogEntry
+from checkpointing.commit.reading import pieces_of
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.events import Fetched, FetchFailed
-from checkpointing.manifest import FileEntry
-from checkpointing.reading import pieces_of
+from checkpointing.format.digest import RunningDigest, algorithm_of
+from checkpointing.format.manifest import FileEntry
 
 _FETCHED_AT_ONCE = 2
 

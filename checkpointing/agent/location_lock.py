@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpointing import locking
 from checkpointing.errors import PASSING_ERRNOS
+from checkpointing.host import locking
 
 LOCK_NAME = ".agent.lock"
 # How long a new agent waits for the one before it to finish its last commit.

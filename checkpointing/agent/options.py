@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
-from checkpointing.retention import Retention
-from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST
 
 T = TypeVar("T")
 

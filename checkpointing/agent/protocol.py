@@ -38,7 +38,7 @@ class Guest:
 
 
 # What a monitor's requests are answered with, under `event`; everything else that it receives is an event of
-# `checkpointing.events`.
+# `checkpointing.agent.events`.
 ATTEMPT_BEGUN = "attempt_begun"
 ATTEMPT_OVER = "attempt_over"
 PONG = "pong"

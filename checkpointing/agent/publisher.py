@@ -12,23 +12,23 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.duty import Duty
+from checkpointing.agent.events import CommitFailed, Committed, NotFiniteKept, Pruned, PruneFailed, SnapshotDamaged
+from checkpointing.agent.events import Fenced as FencedEvent
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, progress_reporter, text_of
 from checkpointing.agent.results import Report, SharesWritten
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import RunningDigest, algorithm_of, digest_buffer
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.reading import pieces_of
+from checkpointing.commit.replicated_save import Split, SplitSave, write_portion
+from checkpointing.commit.retention import Retention, steps_to_remove
+from checkpointing.commit.sharded_save import Begun, begin_together, write_shards
+from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import DamagedMemory, Fenced, InvalidCheckpoint
-from checkpointing.events import CommitFailed, Committed, NotFiniteKept, Pruned, PruneFailed, SnapshotDamaged
-from checkpointing.events import Fenced as FencedEvent
-from checkpointing.layout import NOT_FINITE_FOLDER
-from checkpointing.manifest import Manifest, SnapshotInfo
-from checkpointing.reading import pieces_of
-from checkpointing.retention import Retention, steps_to_remove
-from checkpointing.shards import HeldFile, ShardParts, parts_name, shard_rank
-from checkpointing.split import Split, SplitSave, write_portion
+from checkpointing.format.digest import RunningDigest, algorithm_of, digest_buffer
+from checkpointing.format.layout import NOT_FINITE_FOLDER
+from checkpointing.format.manifest import Manifest, SnapshotInfo
+from checkpointing.format.shard_index import HeldFile, ShardParts, parts_name, shard_rank
 from checkpointing.storage import Storage, open_storage
-from checkpointing.tiers import Tiers
-from checkpointing.together import Begun, begin_together, write_shards
 
 Outcome = Committed | CommitFailed
 logger = logging.getLogger("checkpointing")

@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from checkpointing.agent.events import StorageRetried, Transfer
 from checkpointing.agent.results import Report
 from checkpointing.errors import CheckpointError
-from checkpointing.events import StorageRetried, Transfer
 
 _PROGRESS_INTERVAL_S = 0.5
 _RETRIES_INTERVAL_S = 60.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from checkpointing.agent.arenas import Arena
-from checkpointing.events import Event, StepEvent
-from checkpointing.stages import Stage
+from checkpointing.agent.events import Event, StepEvent
+from checkpointing.commit.training_stage import Stage
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from typing import Any
 
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
+from checkpointing.agent.events import Event, SnapshotDamaged, SnapshotDropped
 from checkpointing.agent.fencing import Fencing
 from checkpointing.agent.results import stamped
 from checkpointing.agent.scheduler import Scheduler
 from checkpointing.agent.stage_workers import StageWorkers
-from checkpointing.catalog import CatalogEntry
-from checkpointing.events import Event, SnapshotDamaged, SnapshotDropped
-from checkpointing.manifest import Manifest
-from checkpointing.shared_memory import place_on_pages
+from checkpointing.commit.catalog import CatalogEntry
+from checkpointing.format.manifest import Manifest
+from checkpointing.host.shared_memory import place_on_pages
 
 
 class Resumption:

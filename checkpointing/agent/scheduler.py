@@ -8,11 +8,7 @@ from dataclasses import dataclass
 
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
 from checkpointing.agent.duty import Duty
-from checkpointing.agent.protocol import Guest, Refusal
-from checkpointing.agent.reporting import Clock
-from checkpointing.agent.results import Result, SharesWritten, stamped
-from checkpointing.agent.stage_workers import StageWorkers
-from checkpointing.events import (
+from checkpointing.agent.events import (
     CommitFailed,
     Committed,
     Event,
@@ -22,9 +18,13 @@ from checkpointing.events import (
     SnapshotSkipped,
     SnapshotTaken,
 )
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.split import Split
-from checkpointing.together import Together
+from checkpointing.agent.protocol import Guest, Refusal
+from checkpointing.agent.reporting import Clock
+from checkpointing.agent.results import Result, SharesWritten, stamped
+from checkpointing.agent.stage_workers import StageWorkers
+from checkpointing.commit.replicated_save import Split
+from checkpointing.commit.sharded_save import Together
+from checkpointing.format.manifest import SnapshotInfo
 
 
 @dataclass(frozen=True)

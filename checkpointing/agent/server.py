@@ -28,6 +28,7 @@ from checkpointing.agent.arenas import Arena, ArenaPool
 from checkpointing.agent.attempt import CurrentAttempt
 from checkpointing.agent.connections import Client, Connections
 from checkpointing.agent.duty import Duty
+from checkpointing.agent.events import Committed, Event, MemoryShort
 from checkpointing.agent.mailbox import Mailbox
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Guest, Message, Refusal
@@ -36,14 +37,13 @@ from checkpointing.agent.resumption import Resumption, described
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
 from checkpointing.agent.stage_workers import MakeWorker, StageWorkers
 from checkpointing.agent.storage_worker import StorageWorker
-from checkpointing.events import Committed, Event, MemoryShort
-from checkpointing.heartbeat import CommitReport, ControlPage
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.retention import Retention
-from checkpointing.split import Split
-from checkpointing.stages import Stage
-from checkpointing.tiers import Tiers
-from checkpointing.together import Together
+from checkpointing.commit.replicated_save import Split
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.sharded_save import Together
+from checkpointing.commit.tiers import Tiers
+from checkpointing.commit.training_stage import Stage
+from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.host.heartbeat import CommitReport, ControlPage
 
 
 class Agent:

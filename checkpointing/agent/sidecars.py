@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpointing.agent.events import RestartStateFailed
 from checkpointing.agent.reporting import text_of
 from checkpointing.agent.results import Report
 from checkpointing.agent.tasks import TaskThread
-from checkpointing.events import RestartStateFailed
 from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.storage.sidecars import Sidecars
 

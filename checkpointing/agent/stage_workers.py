@@ -8,8 +8,8 @@ from collections.abc import Callable
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.results import Report, Result, stamped
 from checkpointing.agent.storage_worker import StorageWorker
-from checkpointing.stages import FIRST_STAGE, STAGE_NAME, Stage
-from checkpointing.tiers import Tiers
+from checkpointing.commit.tiers import Tiers
+from checkpointing.commit.training_stage import FIRST_STAGE, STAGE_NAME, Stage
 
 MakeWorker = Callable[[Tiers, Report], StorageWorker]
 

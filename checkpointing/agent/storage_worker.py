@@ -16,6 +16,7 @@ from enum import Enum
 
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.duty import Duty
+from checkpointing.agent.events import CommitFailed, Committed, SnapshotDropped
 from checkpointing.agent.fencing import Fencer, Fencing
 from checkpointing.agent.fetching import fetch
 from checkpointing.agent.publisher import Publisher
@@ -24,12 +25,11 @@ from checkpointing.agent.results import Digested, FenceAnswered, PortionEnded, R
 from checkpointing.agent.sidecars import SidecarWriter
 from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.agent.uploader import Uploader
-from checkpointing.catalog import CatalogEntry
-from checkpointing.events import CommitFailed, Committed, SnapshotDropped
-from checkpointing.retention import Retention
-from checkpointing.split import Split
-from checkpointing.threads import in_background
-from checkpointing.tiers import Tiers
+from checkpointing.commit.catalog import CatalogEntry
+from checkpointing.commit.replicated_save import Split
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.tiers import Tiers
+from checkpointing.host.threads import in_background
 
 # Starts a call in a thread of that name.
 Spawn = Callable[[Callable[[], None], str], object]

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.duty import Duty
+from checkpointing.agent.events import CheckpointQuarantined, CommitFailed, Committed
 from checkpointing.agent.publisher import Outcome, Publisher, committed_at
 from checkpointing.agent.reporting import Clock, text_of
 from checkpointing.agent.results import Report, UploadEnded
 from checkpointing.agent.tasks import TaskThread, one_by_one
-from checkpointing.catalog import verify
-from checkpointing.commit import StagedFile
-from checkpointing.digest import RunningDigest, algorithm_of, digesting
+from checkpointing.commit.catalog import verify
+from checkpointing.commit.protocol import StagedFile
+from checkpointing.commit.retention import Retention, steps_to_upload
+from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.events import CheckpointQuarantined, CommitFailed, Committed
-from checkpointing.manifest import FileEntry, Manifest
-from checkpointing.retention import Retention, steps_to_upload
+from checkpointing.format.digest import RunningDigest, algorithm_of, digesting
+from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.storage import Storage
-from checkpointing.tiers import Tiers
 
 # As large as the parts of an upload, so that none is put together from several.
 _PIECE_BYTES = 32 * 1024 * 1024

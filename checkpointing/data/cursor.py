@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from checkpointing.data.batch_seed import batch_seed
+from checkpointing.data.dealing import Dealing, DealtBatchSampler
 from checkpointing.data.iteration import ReplayedSampler, ReplayedStream, ResumedLoader
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.order import OrderDigest, check_order
@@ -24,8 +25,7 @@ from checkpointing.data.position import EpochStart, Position
 from checkpointing.data.recut import RecutBatchSampler, recut_position
 from checkpointing.data.sampler_state import SamplerState
 from checkpointing.errors import CheckpointError
-from checkpointing.exact.dealing import Dealing, DealtBatchSampler
-from checkpointing.rank import rng
+from checkpointing.process import rng
 
 # Attribute of a loader that holds its cursor.
 _CURSOR = "_checkpointing_cursor"

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler
 from checkpointing.data.batch_seed import with_seed
 from checkpointing.data.position import EpochStart, Position
 from checkpointing.errors import CheckpointError
-from checkpointing.rank import rng
+from checkpointing.process import rng
 
 logger = logging.getLogger("checkpointing")
 

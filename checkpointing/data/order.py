@@ -9,8 +9,8 @@ import numpy as np
 import xxhash
 
 from checkpointing.data.position import Position
-from checkpointing.environment import ALLOW_CHANGES_ENV, rank_settings
 from checkpointing.errors import CheckpointError
+from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings
 
 logger = logging.getLogger("checkpointing")
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from checkpointing.exact.tree import block_of, nodes_of, total
-from checkpointing.rank.broadcast import backend_of
+from checkpointing.data.dealing import block_of
+from checkpointing.exact.tree import nodes_of, total
+from checkpointing.process.broadcast import backend_of
 
 Part = tuple[torch.Tensor, int]
 # Tells these messages from those of scripts, most of which have none or a small one.

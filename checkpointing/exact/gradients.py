@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.data.batch_seed import batch_seed, drawing_by
+from checkpointing.data.dealing import Dealing
 from checkpointing.errors import CheckpointError
-from checkpointing.exact.dealing import Dealing
 from checkpointing.exact.exchange import Exchange
 from checkpointing.exact.partial_sums import PartialSums
-from checkpointing.rank import device
+from checkpointing.process import device
 
 _CURRENT = "_checkpointing_exact"
 _FORWARD = 0x5EED

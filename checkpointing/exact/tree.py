@@ -31,19 +31,6 @@ class Node:
     width: int = 1
 
 
-def block_of(rank: int, world_size: int, virtual_ranks: int) -> range:
-    """Return the virtual ranks that a rank computes: as evenly as possible, larger blocks first.
-
-    Args:
-        rank: The rank.
-        world_size: Number of ranks, at most that of virtual ranks.
-        virtual_ranks: Number of virtual ranks.
-    """
-    size, rest = divmod(virtual_ranks, world_size)
-    begin = rank * size + min(rank, rest)
-    return range(begin, begin + size + (rank < rest))
-
-
 def depth_width(virtual_ranks: int) -> int:
     """Return the width of the root."""
     return 1 << (virtual_ranks - 1).bit_length()

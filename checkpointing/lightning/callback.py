@@ -13,18 +13,18 @@ from typing import Any, Unpack
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
-from checkpointing.environment import rank_settings
+from checkpointing.commit.retention import RetentionOptions
+from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST
 from checkpointing.errors import CheckpointError, Preempted
+from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.host.environment import rank_settings
 from checkpointing.lightning.data import FollowedLoaders
 from checkpointing.lightning.loop_state import LoopState
 from checkpointing.lightning.restoring import put_restoring_back, replace_restoring, warn_of_draws
-from checkpointing.rank import stop_signal
-from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
-from checkpointing.rank.manager import CheckpointManager
-from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.step_protocol import Due
-from checkpointing.retention import RetentionOptions
-from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
+from checkpointing.manager import stop_signal
+from checkpointing.manager.manager import CheckpointManager
+from checkpointing.manager.step_protocol import Due
+from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto
 
 # FSDPStrategy is FSDP1; DeepSpeedStrategy runs on GPUs only, and was never tried.
 _UNSUPPORTED = {

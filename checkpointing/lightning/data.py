@@ -9,8 +9,8 @@ import torch
 
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CheckpointError
-from checkpointing.rank.data_positions import resume_at
-from checkpointing.rank.manager import CheckpointManager
+from checkpointing.manager.data_positions import resume_at
+from checkpointing.manager.manager import CheckpointManager
 
 
 class FollowedLoaders:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from checkpointing.errors import CommitConflict, ForeignCheckpoint, InvalidCheckpoint, StaleCheckpoint
-from checkpointing.failpoints import failpoint
-from checkpointing.manifest import MANIFEST_NAME, Manifest
+from checkpointing.format.manifest import MANIFEST_NAME, Manifest
+from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.fence import Claim, Fence
 from checkpointing.storage.rates import Rates
 from checkpointing.storage.sidecars import Sidecars

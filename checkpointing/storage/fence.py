@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from checkpointing.errors import Fenced
-from checkpointing.manifest import Manifest
+from checkpointing.format.manifest import Manifest
 
 # More than any run keeps; a fence is read often.
 MAX_ACCEPTED = 1000

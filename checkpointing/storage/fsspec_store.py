@@ -12,9 +12,9 @@ from concurrent.futures import wait
 from typing import Any, TypeVar
 
 from checkpointing.errors import PASSING_ERRNOS
+from checkpointing.host.threads import in_background
 from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.storage.object_store import ObjectMissing, StorageError, StorageTimeout
-from checkpointing.threads import in_background
 
 _DEADLINE_S = 60.0
 # What a server that is there says of its disk.

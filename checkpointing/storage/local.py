@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from checkpointing.errors import AWAY_ERRNOS, ForeignCheckpoint, InvalidCheckpoint
-from checkpointing.failpoints import failpoint
-from checkpointing.manifest import MANIFEST_NAME, Manifest
+from checkpointing.format.manifest import MANIFEST_NAME, Manifest
+from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Storage
 from checkpointing.storage.direct_io import write_file
 from checkpointing.storage.durable import fsync_directory, replace_file

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.digest import PART_BYTES
 from checkpointing.errors import CommitConflict
-from checkpointing.failpoints import failpoint
-from checkpointing.manifest import MANIFEST_NAME, Manifest
+from checkpointing.format.digest import PART_BYTES
+from checkpointing.format.manifest import MANIFEST_NAME, Manifest
+from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.base import CHECKPOINT_PREFIX, Storage
 from checkpointing.storage.direct_io import write_file, write_range
 from checkpointing.storage.durable import fsync_directory, replace_file

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.digest import PART_BYTES, chunks, num_parts
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
-from checkpointing.failpoints import failpoint
-from checkpointing.manifest import MANIFEST_NAME, Manifest
+from checkpointing.format.digest import PART_BYTES, chunks, num_parts
+from checkpointing.format.manifest import MANIFEST_NAME, Manifest
+from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Storage
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_store import ObjectStore, SharedUploads, StorageError, StorageTimeout, probe

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from typing import Any
 
-from checkpointing.failpoints import failpoint
+from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.object_store import StorageError, StorageTimeout
 from checkpointing.storage.s3_client import S3Client
 from checkpointing.storage.s3_errors import Missing

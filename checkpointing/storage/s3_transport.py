@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from isal import isal_zlib
 
+from checkpointing.host.threads import in_background
 from checkpointing.storage.object_store import StorageTimeout
-from checkpointing.threads import in_background
 
 _SEND_BYTES = 256 * 1024
 _RETRY_FOR_S = 60.0

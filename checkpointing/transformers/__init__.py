@@ -18,14 +18,14 @@ import transformers
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
-from checkpointing.environment import rank_settings
+from checkpointing.commit.retention import FurtherRetention, best_by, retention_of
+from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST
+from checkpointing.data.dealing import check_virtual_ranks
 from checkpointing.errors import CheckpointError
-from checkpointing.exact.dealing import check_virtual_ranks
-from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
-from checkpointing.rank.manager import CheckpointManager, micro_batch_divisor
-from checkpointing.rank.sharding import has_sharded
-from checkpointing.retention import FurtherRetention, best_by, retention_of
-from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
+from checkpointing.files.sharding import has_sharded
+from checkpointing.host.environment import rank_settings
+from checkpointing.manager.manager import CheckpointManager, micro_batch_divisor
+from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.transformers.deepspeed import check_deepspeed
 from checkpointing.transformers.exact import AUTO
 from checkpointing.transformers.options import Options

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from checkpointing.rank.manager import CheckpointManager
+from checkpointing.manager.manager import CheckpointManager
 from checkpointing.transformers.commit_notices import CommitNotices
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.session import Session

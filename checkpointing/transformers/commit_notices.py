@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from checkpointing.rank import rng
+from checkpointing.process import rng
 
 
 class CommitNotices:

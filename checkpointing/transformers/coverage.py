@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState
 
-from checkpointing.rank.fingerprint import fingerprint
-from checkpointing.rank.train_state import hook_states
+from checkpointing.state.tensor_fingerprint import fingerprint
+from checkpointing.state.train_state import hook_states
 
 # Of these packages' callbacks only tensors are compared: numbers count time, progress and the like.
 _KNOWN_PACKAGES = ("transformers.", "trl.", "checkpointing.", "runner.", "accelerate.", "sentence_transformers.")

@@ -13,12 +13,12 @@ import accelerate
 import transformers.trainer
 
 from checkpointing.data.cursor import LoaderCursor
+from checkpointing.data.dealing import Dealing
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
-from checkpointing.environment import rank_settings
 from checkpointing.errors import CheckpointError
-from checkpointing.exact.dealing import Dealing
-from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.host.environment import rank_settings
 from checkpointing.transformers.data_ranks import DataRanks
 from checkpointing.transformers.job import check_same_job, check_samples_per_step, fit_layout
 from checkpointing.transformers.loop_state import JobRecord

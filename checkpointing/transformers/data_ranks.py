@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing.environment import rank_settings
-from checkpointing.events import BatchShape
+from checkpointing.agent.events import BatchShape
+from checkpointing.host.environment import rank_settings
 
 
 @dataclass(frozen=True)

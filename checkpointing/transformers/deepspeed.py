@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer
 
 from checkpointing.errors import CheckpointError
-from checkpointing.rank.zero import is_engine
+from checkpointing.state.zero import is_engine
 
 
 def check_deepspeed(trainer: Any) -> None:

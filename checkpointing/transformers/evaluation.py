@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from checkpointing.rank import rng
+from checkpointing.process import rng
 
 
 class EvaluationCutShort(Exception):

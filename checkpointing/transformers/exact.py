@@ -10,11 +10,11 @@ import torch.distributed as dist
 import transformers.trainer
 from torch.utils.data import IterableDataset
 
+from checkpointing.data.dealing import Dealing, block_of
 from checkpointing.errors import CheckpointError
-from checkpointing.exact.dealing import Dealing
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.self_test import SelfTest, gathered
-from checkpointing.exact.tree import Node, block_of, total
+from checkpointing.exact.tree import Node, total
 from checkpointing.transformers.data_ranks import DataRanks, tensor_parallel_size
 from checkpointing.transformers.exact_figures import (
     EvaluationFigures,

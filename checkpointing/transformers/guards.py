@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.errors import LossSpike, NonFinite
-from checkpointing.rank import sharding
-from checkpointing.rank.device import Later
-from checkpointing.rank.spikes import SpikeDetector
+from checkpointing.files import sharding
+from checkpointing.manager.spikes import SpikeDetector
+from checkpointing.process.device import Later
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from checkpointing.data.fingerprint import fingerprint
+from checkpointing.data.data_digest import fingerprint
 from checkpointing.data.layout import StepLayout
-from checkpointing.environment import ALLOW_CHANGES_ENV, rank_settings
 from checkpointing.errors import CheckpointError
-from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings
 
 # Packages whose trainers identify a training method.
 _TRAINER_PACKAGES = ("transformers.", "trl.", "sentence_transformers.")

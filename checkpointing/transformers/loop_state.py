@@ -12,8 +12,8 @@ import torch
 
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
-from checkpointing.layout import loop_state_name
-from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.format.layout import loop_state_name
 from checkpointing.transformers.guards import whole
 from checkpointing.transformers.trainer_state import is_number
 

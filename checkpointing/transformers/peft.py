@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from checkpointing.errors import CheckpointError
-from checkpointing.rank.adapter import Adapter, live_tensors
+from checkpointing.state.adapter import Adapter, live_tensors
 
 
 def adapter_of(model: Any) -> Adapter | None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 
 from checkpointing.errors import Preempted
-from checkpointing.layout import loop_state_name
-from checkpointing.rank import rng
-from checkpointing.rank.adapter import Adapter
-from checkpointing.rank.manager import CheckpointManager
-from checkpointing.rank.snapshot import SmallFile
+from checkpointing.format.layout import loop_state_name
+from checkpointing.manager.manager import CheckpointManager
+from checkpointing.process import rng
+from checkpointing.snapshot.request import SmallFile
+from checkpointing.state.adapter import Adapter
 from checkpointing.transformers.callback_states import export_states, restore_states
 from checkpointing.transformers.commit_notices import CommitNotices
 from checkpointing.transformers.configuration import configuration_files

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointing.data.layout import StepLayout
-from checkpointing.rank.manager import CheckpointManager
-from checkpointing.rank.step_protocol import Due
+from checkpointing.manager.manager import CheckpointManager
+from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.data import TrainingData
 from checkpointing.transformers.data_ranks import DataRanks
 from checkpointing.transformers.evaluation import InterruptibleEvaluation

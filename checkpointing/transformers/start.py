@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from transformers.trainer_utils import get_last_checkpoint
 
-from checkpointing.rank.restore import own_checkpoint
-from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.verified_read import read_checkpoint
+from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.resume.agreement import own_checkpoint
+from checkpointing.resume.verified_read import read_checkpoint
 from checkpointing.transformers.loop_state import JobRecord
 from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, checked_directory
 

@@ -11,11 +11,11 @@ import torch
 
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream_source import beginning_of, is_seekable
-from checkpointing.environment import rank_settings
 from checkpointing.errors import CheckpointError, CommitFailed
-from checkpointing.failpoints import failpoint
-from checkpointing.rank.manager import CheckpointManager, skipped_steps
-from checkpointing.rank.spikes import SkippedSteps
+from checkpointing.host.environment import rank_settings
+from checkpointing.host.failpoints import failpoint
+from checkpointing.manager.manager import CheckpointManager, skipped_steps
+from checkpointing.manager.spikes import SkippedSteps
 from checkpointing.transformers.best_model import best_model_at_end
 from checkpointing.transformers.callback import StepCallback
 from checkpointing.transformers.callback_states import stops_epoch

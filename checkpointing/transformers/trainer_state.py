@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from transformers import TrainerState
 
-from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.files.loaded_checkpoint import RestorePoint
 
 TRAINER_STATE_NAME = "trainer_state.json"
 

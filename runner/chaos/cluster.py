@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from checkpointing.events import Committed, Log
-from checkpointing.tiers import Tiers
+from checkpointing.agent.events import Committed, Log
+from checkpointing.commit.tiers import Tiers
 from runner.chaos.clock import Clock
 from runner.chaos.network import Network, address_of, inside
 from runner.chaos.run_under_test import POLL_S, RunUnderTest, runner_command

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from checkpointing.export import export_checkpoint
-from checkpointing.layout import PER_RANK_PREFIXES
-from checkpointing.manifest import MANIFEST_NAME
-from checkpointing.tiers import open_tiers
+from checkpointing.commit.export import export_checkpoint
+from checkpointing.commit.tiers import open_tiers
+from checkpointing.format.layout import PER_RANK_PREFIXES
+from checkpointing.format.manifest import MANIFEST_NAME
 
 TRAINER_STATE_NAME = "trainer_state.json"
 _CLOCK = ("_runtime", "_per_second", "tokens_per_s")
@@ -127,7 +127,7 @@ def differences(a: Path, b: Path, tolerance: float | None = None, *, any_ranks: 
 
 
 def _equal_generators(a: Path, b: Path) -> bool:
-    from checkpointing.rank.rng import SAFE_GLOBALS
+    from checkpointing.process.rng import SAFE_GLOBALS
 
     states = [next((path for path in map(folder.joinpath, _FIRST_RANK) if path.is_file()), None) for folder in (a, b)]
     if states[0] is None or states[1] is None:

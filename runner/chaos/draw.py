@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from checkpointing.tiers import Tiers
+from checkpointing.commit.tiers import Tiers
 from runner.chaos.result import Result
 from runner.chaos.scene import CampaignFailed, Fault, Moment
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from checkpointing.events import BatchShape, TrainingStarted
-from checkpointing.manifest import MANIFEST_NAME
+from checkpointing.agent.events import BatchShape, TrainingStarted
+from checkpointing.format.manifest import MANIFEST_NAME
 from runner.chaos.scene import TRAINING, Effect, Fault, Moment, NotApplicable, Scene
 
 # A failpoint that was not reached within this time is not on this run's path (no S3, nothing to prune).

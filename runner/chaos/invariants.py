@@ -9,9 +9,9 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from checkpointing.agent.events import Committed, Resumed, TrainingStarted
+from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
-from checkpointing.events import Committed, Resumed, TrainingStarted
-from checkpointing.tiers import Tiers
 from runner.journal.events import Backoff, Entry, RunEnded, RunStarted
 from runner.journal.summary import summarise
 

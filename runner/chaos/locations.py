@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointing.tiers import Tiers, open_tiers
+from checkpointing.commit.tiers import Tiers, open_tiers
 
 if TYPE_CHECKING:
     from runner.config.schema import Config

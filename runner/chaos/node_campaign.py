@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from checkpointing.events import Committed
+from checkpointing.agent.events import Committed
 from runner.chaos import invariants
 from runner.chaos.campaign import SETTINGS, Campaign
 from runner.chaos.cluster import Cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpointing.events import Committed, Log, SnapshotTaken, TrainingStarted
+from checkpointing.agent.events import Committed, Log, SnapshotTaken, TrainingStarted
 from runner.journal.events import AttemptEnded, Backoff, Entry, RunEnded, RunStarted
 from runner.recovery.kinds import FailureKind
 

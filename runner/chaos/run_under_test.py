@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import psutil
 
-from checkpointing.events import Event, Log
-from checkpointing.threads import is_readable
+from checkpointing.agent.events import Event, Log
+from checkpointing.host.threads import is_readable
 from runner.config.environment import CONFIG_VARIABLES
 from runner.journal.events import Entry, RankStarted, RunStarted
 from runner.journal.journal import JOURNAL_NAME, JournalReader

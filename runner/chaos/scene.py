@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from checkpointing.failpoints import FILE_ENV, ONCE_ENV
-from checkpointing.tiers import Tiers
+from checkpointing.commit.tiers import Tiers
+from checkpointing.host.failpoints import FILE_ENV, ONCE_ENV
 from runner.chaos.clock import Clock
 from runner.chaos.faulty_proxy import FaultyProxy, endpoint_of_environment
 from runner.chaos.memory_group import MemoryGroup
@@ -65,7 +65,7 @@ class JobPace:
 
 
 class FailpointFile:
-    """A file that arms failpoints in running processes; see `checkpointing.failpoints`."""
+    """A file that arms failpoints in running processes; see `checkpointing.host.failpoints`."""
 
     def __init__(self, path: Path) -> None:
         """Create the file with no failpoint armed.

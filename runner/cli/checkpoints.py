@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Unpack, cast
 
 import click
 
-from checkpointing.retention import FurtherRetention, Retention
+from checkpointing.commit.retention import FurtherRetention, Retention
 from runner.cli.options import run_directory_of
 from runner.errors import UsageError
 
@@ -67,9 +67,9 @@ def verify(location: str, step: int | None) -> None:
     quarantined (checkpoint-N.invalid), and proves to be whole, gets its place back, unless training has gone on
     without it.
     """
-    from checkpointing.catalog import verify as verify_copy
+    from checkpointing.commit.catalog import verify as verify_copy
     from checkpointing.errors import InvalidCheckpoint
-    from checkpointing.manifest import missing_member
+    from checkpointing.format.manifest import missing_member
 
     if step is None and (one := re.fullmatch(r"(.*)/checkpoint-(\d{1,15})/?", location)) is not None:
         location, step = one[1], int(one[2])
@@ -106,7 +106,7 @@ def verify(location: str, step: int | None) -> None:
 
 def _take_back(tiers: Any, only: int | None) -> Iterator[str]:
     """Give what was quarantined, and is whole, its place back; yield a line for each that is whole."""
-    from checkpointing.catalog import verify as verify_copy
+    from checkpointing.commit.catalog import verify as verify_copy
     from checkpointing.errors import InvalidCheckpoint
 
     newest = max((entry.manifest.attempt for entry in tiers.catalog.entries() if entry.manifest is not None), default=0)
@@ -140,7 +140,7 @@ def export(location: str, step: int, directory: Path) -> None:
     Every digest is compared. Where several stages of a run have a checkpoint of STEP, LOCATION is to be the stage's
     folder.
     """
-    from checkpointing.export import export_checkpoint
+    from checkpointing.commit.export import export_checkpoint
 
     stages = _stages(location)
     having = [tiers for _, tiers in stages if step in tiers.catalog.committed_steps()]
@@ -189,10 +189,10 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
     configuration keeps permanently stay as well, among them the best by `metric_for_best_model`. The newest checkpoint
     whose digests match always stays.
     """
-    from checkpointing.catalog import Catalog
-    from checkpointing.catalog import verify as verify_copy
+    from checkpointing.commit.catalog import Catalog
+    from checkpointing.commit.catalog import verify as verify_copy
+    from checkpointing.commit.retention import best_by, steps_to_remove
     from checkpointing.errors import InvalidCheckpoint
-    from checkpointing.retention import best_by, steps_to_remove
 
     config = _config_of(location)
     metric, greater = None, False
@@ -245,7 +245,7 @@ def _tiers(location: str, config: Any = None) -> Any:
     Raises:
         UsageError: It is neither.
     """
-    from checkpointing.tiers import open_tiers
+    from checkpointing.commit.tiers import open_tiers
 
     try:
         config = config or _config_of(location)

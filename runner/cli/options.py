@@ -137,7 +137,7 @@ def size_of(option: str, text: str | None) -> int | None:
     Raises:
         UsageError: It is not a size above 0.
     """
-    from checkpointing.memory import parse_bytes
+    from checkpointing.host.memory import parse_bytes
 
     try:
         size = parse_bytes(text) if text is not None else None

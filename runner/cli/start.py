@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from checkpointing.threads import in_background
+from checkpointing.host.threads import in_background
 from runner.cli.options import Number, config_options, load, run_directory_of
 from runner.errors import ExitCode, RunBusy, UsageError
 from runner.node.output import drain_streams, make_streams_lossy

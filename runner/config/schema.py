@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from checkpointing.memory import parse_bytes
-from checkpointing.retention import FurtherRetention, Retention
-from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
+from checkpointing.commit.retention import FurtherRetention, Retention
+from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
+from checkpointing.host.memory import parse_bytes
 from runner.config.launch import LaunchConfig
 from runner.config.section import Section
 

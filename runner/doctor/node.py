@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from checkpointing.memory import available_bytes, oom_groups
+from checkpointing.host.memory import available_bytes, oom_groups
 from runner.config.schema import Config
 from runner.doctor.findings import Finding, fail, ok, warn
 from runner.text import gb

@@ -1,4 +1,4 @@
-"""The events of a run's journal: the runner's own here, those of ranks and agents in `checkpointing.events`.
+"""The events of a run's journal: the runner's own here, those of ranks and agents in `checkpointing.agent.events`.
 
 Every line of a journal is one event with the time and the attempt it belongs to. Lines are parsed once (`parsing.py`):
 readers match on classes and never look at a line's text. An event that this version does not know is kept as
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpointing.events import Event
+from checkpointing.agent.events import Event
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpointing.clock import machine_clock
-from checkpointing.events import Event
+from checkpointing.agent.events import Event
+from checkpointing.host.clock import machine_clock
 from runner.journal.events import Entry
 from runner.journal.parsing import parse, undecodable
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from checkpointing.events import Committed, Evaluated, Log, Restored, SnapshotCost, TrainingStarted
+from checkpointing.agent.events import Committed, Evaluated, Log, Restored, SnapshotCost, TrainingStarted
 from runner.journal.events import AttemptEnded, AttemptStarted, Backoff, Entry, RankStarted, RunEnded, RunStarted
 from runner.recovery.kinds import FailureKind, is_failure
 

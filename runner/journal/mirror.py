@@ -13,8 +13,8 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from checkpointing.errors import CheckpointError
+from checkpointing.host.threads import in_background
 from checkpointing.storage import Storage, open_storage
-from checkpointing.threads import in_background
 from runner.config.load import load_config
 from runner.config.schema import Config
 from runner.errors import RunnerError, UsageError

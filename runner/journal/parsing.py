@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from checkpointing.events import Event, MeasuredEvent
+from checkpointing.agent.events import Event, MeasuredEvent
 from runner.journal.events import Entry, Malformed, UnknownEvent
 
 # Names that events and fields had in journals of older versions.

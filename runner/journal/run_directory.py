@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from checkpointing import locking
+from checkpointing.host import locking
 from checkpointing.storage.direct_io import write_file
 from checkpointing.storage.durable import fsync_directory, replace_file
 from runner.errors import RunBusy, UsageError, unusable

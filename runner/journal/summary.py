@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from checkpointing.events import (
+from checkpointing.agent.events import (
     CheckpointQuarantined,
     CommitFailed,
     Committed,

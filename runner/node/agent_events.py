@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from checkpointing.events import (
+from checkpointing.agent.events import (
     BatchShape,
     CheckpointQuarantined,
     CommitFailed,
@@ -26,7 +26,7 @@ from checkpointing.events import (
     TrainingStarted,
     Transfer,
 )
-from checkpointing.heartbeat import Heartbeat
+from checkpointing.host.heartbeat import Heartbeat
 from runner.journal.events import Progress
 from runner.journal.summary import describe_slow_ranks
 from runner.ui.progress import ProgressDisplay

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpointing.agent.protocol import Message
-from checkpointing.heartbeat import Heartbeat, Phase
+from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.config.schema import Config
 from runner.node.agent_events import AgentEvents, Record
 from runner.node.attempt_end import AttemptEnd, failure_of, storage_failed

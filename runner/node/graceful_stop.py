@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
-from checkpointing.heartbeat import Heartbeat, Phase
+from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.node.agent_events import AgentEvents
 from runner.node.helpers import Helpers
 from runner.node.messages import Job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from checkpointing.heartbeat import Heartbeat
+from checkpointing.host.heartbeat import Heartbeat
 from runner.journal import events
 from runner.node.agent_events import Record
 from runner.node.helper_processes import AgentHelper, LauncherHelper

@@ -16,7 +16,7 @@ from checkpointing.agent.client import AgentProcess
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
 from checkpointing.errors import AgentDelayed, AgentUnavailable, may_pass
-from checkpointing.heartbeat import ControlPage, Heartbeat
+from checkpointing.host.heartbeat import ControlPage, Heartbeat
 from runner.errors import LaunchDelayed, LaunchError
 
 # Seconds for the agent's answer; it listens already.

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 
 from checkpointing.agent import protocol
+from checkpointing.agent.events import Event, RestartStateFailed, StorageRetried
 from checkpointing.agent.protocol import Message
-from checkpointing.events import Event, RestartStateFailed, StorageRetried
-from checkpointing.heartbeat import Heartbeat
+from checkpointing.host.heartbeat import Heartbeat
 from runner.errors import LaunchDelayed, LaunchError
 from runner.journal.events import Malformed
 from runner.journal.parsing import parse_event

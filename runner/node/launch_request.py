@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.agent.protocol import Message
-from checkpointing.environment import SETTINGS_ENV, RankSettings
+from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from runner.config.environment import TORCHRUN_VARIABLES
 from runner.config.schema import Config
 from runner.journal.run_directory import RunDirectory

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpointing.agent.protocol import Message
-from checkpointing.threads import in_background
+from checkpointing.host.threads import in_background
 from runner.cache import is_sealed
 from runner.config.schema import Config
 from runner.config.topology import check_promised_gpu, check_same_nnodes, shape_of

@@ -22,7 +22,7 @@ _MAX_FILES = 100
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 EVERYTHING = ("transformers.trainer", "datasets", "trl.trainer.sft_trainer", "runner.training.job", _HOOKS)
 _OF_TRAINER = ("transformers.trainer", "datasets", "checkpointing.transformers", _HOOKS)
-_OF_LOOP = ("checkpointing.rank.manager",)
+_OF_LOOP = ("checkpointing.manager.manager",)
 
 
 def modules_to_preload(script: str | None) -> tuple[str, ...]:

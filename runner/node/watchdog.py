@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from checkpointing.heartbeat import Heartbeat, Phase
+from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.config.schema import RestartConfig
 
 # The limit of a step: this factor times the 99th percentile of the run's own steps, plus these seconds.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpointing.rank.cadence import best_interval_s
+from checkpointing.snapshot.cadence import best_interval_s
 from runner.journal.ledger import NOT_RUNNING
 from runner.plan.memory import Job, Need, estimate
 from runner.plan.model_shape import ModelShape

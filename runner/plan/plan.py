@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpointing.errors import CheckpointError
-from checkpointing.memory import available_bytes
+from checkpointing.host.memory import available_bytes
 from runner.config.schema import Config
 from runner.config.topology import shape_of
 from runner.errors import UsageError

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpointing import locking
+from checkpointing.host import locking
 from runner.recovery.failure import Failure, Window, read_window
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import WHOLE_BATCHES, AttemptRecord, BatchShape

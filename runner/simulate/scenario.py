@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from checkpointing.events import Committed, Log, SnapshotCost, SnapshotTaken, StepEvent
+from checkpointing.agent.events import Committed, Log, SnapshotCost, SnapshotTaken, StepEvent
 from runner.journal.events import Entry, RunStarted
 from runner.journal.ledger import NOT_RUNNING, Attempt, account, attempts_of
 from runner.recovery.kinds import FailureKind

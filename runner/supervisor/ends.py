@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from checkpointing.commit.tiers import Tiers
 from checkpointing.storage import Storage
-from checkpointing.tiers import Tiers
 from runner.errors import ExitCode, RunnerError
 from runner.recovery.policy import Stop
 

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from checkpointing.errors import CheckpointError
+from checkpointing.host.threads import in_background
 from checkpointing.storage.sidecars import Sidecars
-from checkpointing.threads import in_background
 from runner.config.schema import Config
 from runner.errors import BadMachineError
 from runner.recovery.bad_machines import BadMachine, add_bad_machines, read_bad_machines, refusal, this_machine

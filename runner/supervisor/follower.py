@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from checkpointing.events import Event, TrainingStarted
+from checkpointing.agent.events import Event, TrainingStarted
 from runner.errors import ExitCode, PeersMissing, RunnerError
 from runner.journal.events import RunEnded, RunStarted
 from runner.journal.summary import RunState

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from checkpointing.threads import in_background
+from checkpointing.host.threads import in_background
 from runner.config.schema import Config
 
 RECORD_NAME = "job.json"

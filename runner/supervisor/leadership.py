@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from checkpointing.host.threads import in_background
 from checkpointing.storage.sidecars import Sidecars
-from checkpointing.threads import in_background
 from runner.recovery.lease import Lease, newest_lease, renew, take
 
 # Between two renewals, and between two looks at the lease while there is no leader.

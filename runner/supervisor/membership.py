@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Protocol
 
-from checkpointing.events import Event
+from checkpointing.agent.events import Event
 from runner.errors import ExitCode, PeersMissing
 from runner.journal.events import WaitingForNodes
 from runner.node.messages import AttemptSpec

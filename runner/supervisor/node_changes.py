@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Protocol
 
-from checkpointing.events import SlowRanks
+from checkpointing.agent.events import SlowRanks
 from runner.errors import ExitCode
 from runner.journal.events import NodesChanged
 from runner.node.agent_events import AgentEvents

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from checkpointing.events import Event
+from checkpointing.agent.events import Event
 from runner.errors import LaunchDelayed, LaunchError
 from runner.node.health_check import HealthCheck
 from runner.node.messages import Job

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
-from checkpointing.events import BatchShape, Event, Log, Resumed, SlowRanks, TrainingStarted
+from checkpointing.agent.events import BatchShape, Event, Log, Resumed, SlowRanks, TrainingStarted
 from runner.journal.parsing import parse_event
 from runner.node.messages import AttemptSpec, Count, Positive, Text
 from runner.recovery.failure import Failure

@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpointing.events import Committed, StageEntered, TrainingStarted
+from checkpointing.agent.events import Committed, StageEntered, TrainingStarted
+from checkpointing.commit.tiers import Tiers
 from checkpointing.storage import Storage
-from checkpointing.tiers import Tiers
 from runner.errors import CheckpointsMissing
 from runner.journal.events import AttemptStarted, Entry, RunStarted
 

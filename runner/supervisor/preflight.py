@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
-from checkpointing.manifest import Manifest
+from checkpointing.format.manifest import Manifest
 from checkpointing.storage.durable import replace_file
 from checkpointing.storage.object_store import StorageTimeout
 from runner.config.load import load_config

@@ -7,9 +7,9 @@ import dataclasses
 import os
 from collections.abc import Set as AbstractSet
 
+from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError
 from checkpointing.storage import Storage
-from checkpointing.tiers import Tiers
 from runner.config.schema import Config
 from runner.journal.events import RunStarted, StepsSkipped
 from runner.journal.journal import read_journal

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from checkpointing.events import Event
-from checkpointing.memory import separate_oom_kills
+from checkpointing.agent.events import Event
+from checkpointing.host.memory import separate_oom_kills
 from runner.config.schema import Config
 from runner.journal.events import PreemptionNotice, StopRequested
 from runner.journal.journal import Journal, SteadyClock, read_journal

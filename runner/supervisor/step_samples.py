@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from checkpointing.catalog import Catalog
-from checkpointing.events import BatchShape
-from checkpointing.manifest import Manifest
+from checkpointing.agent.events import BatchShape
+from checkpointing.commit.catalog import Catalog
+from checkpointing.format.manifest import Manifest
 from runner.config.schema import Config
 from runner.recovery.restart_state import RestartState
 from runner.supervisor.identity import JobIdentity

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpointing.tiers import Tiers
+from checkpointing.commit.tiers import Tiers
 from runner.errors import ExitCode, LaunchDelayed, LaunchError, PeersMissing, RunnerError
 from runner.journal.events import RunEnded
 from runner.journal.summary import RunState

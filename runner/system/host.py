@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import psutil
 
-from checkpointing.memory import oom_kills
+from checkpointing.host.memory import oom_kills
 from runner.system import processes
 
 _OLD_S = 10.0

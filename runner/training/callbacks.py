@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from checkpointing.environment import rank_settings
-from checkpointing.rank import device
+from checkpointing.host.environment import rank_settings
+from checkpointing.process import device
 
 # Dense bf16 or fp16 operations per second, from NVIDIA's data sheets. The first name that is part of a device's name
 # applies.

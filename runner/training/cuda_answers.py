@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.cuda._utils import _get_device_index
 
-from checkpointing.threads import is_readable
+from checkpointing.host.threads import is_readable
 from runner.system import processes
 
 # Initializing CUDA takes about a second, and several on a machine with many GPUs.

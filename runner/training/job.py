@@ -16,11 +16,11 @@ from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, is_peft_model
 from trl import SFTConfig, SFTTrainer
 
-from checkpointing.environment import rank_settings
-from checkpointing.rank import device
-from checkpointing.rank.fragments import is_partitioned
-from checkpointing.rank.sharding import gathered
-from checkpointing.rank.wrappers import innermost
+from checkpointing.files.fragments import is_partitioned
+from checkpointing.files.sharding import gathered
+from checkpointing.host.environment import rank_settings
+from checkpointing.process import device
+from checkpointing.state.wrappers import innermost
 from checkpointing.storage.durable import fsync_directory, fsync_tree, replace_file
 from checkpointing.transformers import load_best, resilient
 from runner.cache import seal

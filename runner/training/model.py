@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
-from checkpointing.rank import device
+from checkpointing.process import device
 from runner.config.schema import MeshConfig, MethodConfig, ModelConfig
 
 # Rows of a stream that the tokenizer is trained on, because its end may never be reached.

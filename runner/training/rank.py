@@ -12,9 +12,9 @@ import signal
 import sys
 from typing import Any
 
-from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.errors import EXIT_PREEMPTED
-from checkpointing.rank import stop_signal
+from checkpointing.host.environment import SETTINGS_ENV, RankSettings
+from checkpointing.manager import stop_signal
 from runner.system import processes
 from runner.training.events import EventSender
 from runner.training.failure_report import describe, is_transient, print_traceback
@@ -47,7 +47,7 @@ def run_rank(spec: dict[str, Any]) -> None:
         # A fresh interpreter has not imported torch yet. Without a GPU there is nothing to check: a CUDA build of torch
         # has only asked the driver, in the process from which this one was forked, which does no harm.
         if spec["accelerators"] and "torch" in sys.modules:
-            from checkpointing.rank import device
+            from checkpointing.process import device
 
             device.check_fork()
         if spec["script"] is None:

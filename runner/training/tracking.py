@@ -17,8 +17,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from checkpointing.environment import rank_settings
-from checkpointing.extras import not_installed
+from checkpointing.host.environment import rank_settings
+from checkpointing.host.extras import not_installed
 from runner.training.callbacks import perplexities
 
 logger = logging.getLogger(__name__)

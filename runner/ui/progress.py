@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from checkpointing.events import Transfer
+from checkpointing.agent.events import Transfer
 
 _PLAIN_INTERVAL_S = 5.0
 _BAR_CELLS = 24

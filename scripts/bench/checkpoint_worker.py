@@ -199,7 +199,7 @@ class Ours(Method):
         super().__init__(*args)
         from checkpointing import CheckpointManager
         from checkpointing.agent import protocol
-        from checkpointing.environment import rank_settings
+        from checkpointing.host.environment import rank_settings
 
         self.manager = CheckpointManager(
             str(self.folder), model=self.model, optimizer=self.optimizer, snapshot_steps=None, keep_last=2

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from common import ROOT
 
-from checkpointing.events import Fetched, Log, Resumed
+from checkpointing.agent.events import Fetched, Log, Resumed
 from runner.chaos.network import address_of, inside
 from runner.chaos.run_under_test import runner_command
 from runner.journal.events import AttemptStarted, Entry

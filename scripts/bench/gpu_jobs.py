@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from checkpointing.events import Event, Restored, SnapshotTaken, TrainingStarted
+from checkpointing.agent.events import Event, Restored, SnapshotTaken, TrainingStarted
 from runner.journal.events import AttemptEnded, Entry, RankStarted
 from runner.journal.journal import read_journal
 

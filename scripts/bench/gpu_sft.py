@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from gpu_jobs import ROOT, Figures, Verdicts, of, supervised
 
-from checkpointing.events import Log, Resumed
+from checkpointing.agent.events import Log, Resumed
 
 # Small jobs, each with a processor core or two.
 _JOBS_AT_ONCE = 6

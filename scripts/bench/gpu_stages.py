@@ -27,10 +27,10 @@ from gpu_sft import has, sft
 from small_training import SmallTraining
 
 from checkpointing import CheckpointManager
-from checkpointing.rank import copy_thread
-from checkpointing.rank import device as devices
-from checkpointing.rank.expected_size import expected_bytes
-from checkpointing.shared_memory import populate_pages
+from checkpointing.host.shared_memory import populate_pages
+from checkpointing.process import device as devices
+from checkpointing.snapshot import copy_thread
+from checkpointing.state.expected_size import expected_bytes
 from runner.node.script_imports import EVERYTHING
 from runner.system.processes import PRELOAD_ENV
 

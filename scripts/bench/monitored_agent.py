@@ -13,7 +13,7 @@ from common import set_affinity
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentProcess
 from checkpointing.agent.options import AgentOptions
-from checkpointing.environment import SETTINGS_ENV, RankSettings
+from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 
 
 class MonitoredAgent:

@@ -25,7 +25,7 @@ from pathlib import Path
 from common import ROOT, Progress, command_line, machine, make_parser, today, write_figures
 from training_run import TrainingRun
 
-from checkpointing.events import TrainingStarted
+from checkpointing.agent.events import TrainingStarted
 from runner.chaos.run_under_test import runner_command
 from runner.journal.events import AttemptEnded, AttemptStarted, Entry, RankStarted, RunStarted
 from runner.journal.ledger import account, attempts_of

@@ -26,9 +26,9 @@ from recovery_trainings import (
 )
 from training_run import TrainingRun
 
+from checkpointing.agent.events import Committed
+from checkpointing.commit.tiers import open_tiers
 from checkpointing.errors import CheckpointError
-from checkpointing.events import Committed
-from checkpointing.tiers import open_tiers
 from runner.chaos.run_under_test import START_TIMEOUT_S, NeverStarted
 from runner.journal.events import AttemptEnded, Entry
 

@@ -18,7 +18,7 @@ import transformers
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
-from checkpointing.events import Log
+from checkpointing.agent.events import Log
 from runner.config.load import load_config, parse_setting
 from runner.journal.events import AttemptStarted, RankStarted
 from runner.journal.journal import Journal, SteadyClock

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import transformers
 from trl import SFTTrainer
 
-from checkpointing.rank.step_protocol import Due
+from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers import resilient
 from checkpointing.transformers.callback import StepCallback
 from runner.config.load import load_config

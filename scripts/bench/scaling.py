@@ -18,7 +18,7 @@ from pathlib import Path
 from common import ROOT, Progress, command_line, machine, make_parser, spread, today, undisturbed, write_figures
 from training_run import TrainingRun
 
-from checkpointing.events import Log
+from checkpointing.agent.events import Log
 from runner.chaos.run_under_test import runner_command
 from runner.system import processes
 

@@ -20,10 +20,18 @@ from common import ROOT, Progress, scratch_folder
 sys.path.append(str(ROOT / "tests"))
 from infra.ports import free_port
 
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import PART_BYTES, digest_buffer, digest_of_parts, part_digests
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.shards import INDEX_NAME, Piece, ShardIndex, ShardParts, SpreadFile, parts_name, shard_name
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.format.digest import PART_BYTES, digest_buffer, digest_of_parts, part_digests
+from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.format.shard_index import (
+    INDEX_NAME,
+    Piece,
+    ShardIndex,
+    ShardParts,
+    SpreadFile,
+    parts_name,
+    shard_name,
+)
 from checkpointing.storage import LocalStorage
 
 WORKER = Path(__file__).with_name("sharded_worker.py")

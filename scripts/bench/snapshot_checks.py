@@ -22,9 +22,9 @@ from checkpoint_worker import Model
 from common import command_line, machine, make_parser, spread, today, write_figures
 
 from checkpointing import CheckpointManager
-from checkpointing.rank.samples import Sampler
-from checkpointing.rank.snapshot import PendingSnapshot
-from checkpointing.rank.snapshot_maker import SnapshotMaker
+from checkpointing.snapshot.request import PendingSnapshot
+from checkpointing.snapshot.snapshot_copy import SnapshotMaker
+from checkpointing.state.samples import Sampler
 
 PAGE = "snapshot_checks.md"
 INTERVAL = 10

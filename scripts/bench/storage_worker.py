@@ -19,10 +19,10 @@ from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 from common import touch_memory
 
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import digest_buffer
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.shared_memory import SharedMemory, round_up
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.format.digest import digest_buffer
+from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.host.shared_memory import SharedMemory, round_up
 from checkpointing.storage import open_storage
 
 PART_BYTES = 32 * 1024 * 1024

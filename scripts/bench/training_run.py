@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpointing.events import Event, Log
+from checkpointing.agent.events import Event, Log
 from runner.chaos.run_under_test import RunUnderTest
 from runner.journal.events import Entry
 

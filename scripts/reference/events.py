@@ -7,12 +7,15 @@ from dataclasses import MISSING, Field, fields
 
 import griffe
 
-from checkpointing.events import Event
+from checkpointing.agent.events import Event
 from runner.journal import events as journal_events
 from scripts.reference.markdown import page, table, wrap
 from scripts.reference.source import read_source
 
-_FILES = {"checkpointing.events": "Reported by ranks and the agent", journal_events.__name__: "Recorded by the runner"}
+_FILES = {
+    "checkpointing.agent.events": "Reported by ranks and the agent",
+    journal_events.__name__: "Recorded by the runner",
+}
 # Fields of base classes, explained once.
 _COMMON = {"run_step", "stage"}
 
@@ -35,7 +38,7 @@ def render() -> str:
         for name, known in sorted(Event.known.items()):
             if known.__module__ == module:
                 parts += [f"### {name}", *_event(documented[known.__name__], known)]
-    return page("Events", "checkpointing/events.py and runner/journal/events.py", parts)
+    return page("Events", "checkpointing/agent/events.py and runner/journal/events.py", parts)
 
 
 def _event(documented: griffe.Object | griffe.Alias, known: type[Event]) -> Iterator[str]:
@@ -68,9 +71,9 @@ def _type(own: Field[object]) -> str:
 def _inherited(documented: griffe.Object | griffe.Alias, known: type[Event]) -> dict[str, str]:
     """Collect the descriptions of the fields of base classes."""
     meanings: dict[str, str] = {}
-    module = read_source("checkpointing.events")
+    module = read_source("checkpointing.agent.events")
     for base in reversed(known.__mro__[1:]):
-        docstring = module[base.__name__].docstring if base.__module__ == "checkpointing.events" else None
+        docstring = module[base.__name__].docstring if base.__module__ == "checkpointing.agent.events" else None
         for section in docstring.parse("google") if docstring is not None else ():
             if section.kind is griffe.DocstringSectionKind.attributes:
                 meanings |= _attributes(section)

@@ -1,4 +1,4 @@
-"""A file that two nodes write, as in `checkpointing/split.py`: the one that commits, and one that may be slow or wrong.
+"""A file that two nodes write, as in `checkpointing/commit/replicated_save.py`: one commits, one may be slow or wrong.
 
 Each write of the other node may be under way when that node is given up, arrive at any time later, and arrive twice.
 On a disk it reaches the file that was open, whatever has become of its name; an upload that is over refuses it.

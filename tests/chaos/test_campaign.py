@@ -86,7 +86,7 @@ def test_two_faults_of_a_short_job_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Path) -> None:
     """Dropout then falls otherwise after each restart from a checkpoint: the bits differ, and nothing else does."""
-    path = sabotaged(tmp_path, "checkpointing.rank.rng", "module.set_state = lambda *args, **kwargs: None")
+    path = sabotaged(tmp_path, "checkpointing.process.rng", "module.set_state = lambda *args, **kwargs: None")
     code, verdict, output = chaos(
         tmp_path, "--kills", "2", "--seed", "1", "--fault", "killed at local.committed", PYTHONPATH=path
     )
@@ -101,7 +101,7 @@ def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
     """The product reports a commit, and removes the checkpoint that it has written."""
     path = sabotaged(
         tmp_path,
-        "checkpointing.commit",
+        "checkpointing.commit.protocol",
         """
         commit = module.commit_snapshot
         def lie(storage, info, *args, **kwargs):

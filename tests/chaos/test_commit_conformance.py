@@ -18,17 +18,17 @@ from chaos.object_model import ObjectModel
 from checkpointing.agent.duty import Duty
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
-from checkpointing.catalog import Catalog
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import digest_buffer
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.reading import read_private
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError, Fenced
-from checkpointing.failpoints import NAMES
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.reading import read_private
-from checkpointing.retention import Retention
+from checkpointing.format.digest import digest_buffer
+from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.host.failpoints import NAMES
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.tiers import Tiers
 
 # Before which calls one life is interrupted by the other; all of them with the model's wider bounds.
 EVERY = 1 if os.environ.get("COMMIT_MODEL") == "large" else 3
@@ -52,7 +52,7 @@ class RealLife:
         self.fencer._fence(self.fencer.begin(self.attempt, ()))
 
     def choose(self) -> int:
-        """As `checkpointing.rank.restore` does it, which imports torch."""
+        """As `checkpointing.resume.agreement` does it, which imports torch."""
         self._recorder.life = self.attempt
         for entry in Catalog(self.storage).scan():
             if entry.manifest is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from infra.parts import require
 
-from checkpointing.tiers import open_tiers
+from checkpointing.commit.tiers import open_tiers
 from runner.chaos.cluster import Cluster
 from runner.chaos.network import Network
 from runner.journal.events import AttemptStarted

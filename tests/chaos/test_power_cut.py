@@ -24,8 +24,8 @@ from contract.test_crash_points import LOCAL, OPERATIONS, kept_by
 from infra.parts import lacks, needs
 from integration.support import SHORT_JOB, Run, finished_once, shared_folder, state_hash, wait_until
 
-from checkpointing.catalog import Catalog
-from checkpointing.failpoints import FAILPOINTS_ENV, HELD
+from checkpointing.commit.catalog import Catalog
+from checkpointing.host.failpoints import FAILPOINTS_ENV, HELD
 from checkpointing.storage import open_storage
 
 pytestmark = needs("loop devices")

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from proposals import proposed
 
-from checkpointing.catalog import Catalog
-from checkpointing.digest import ALGORITHM, PLAIN
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.retention import Retention, steps_to_remove, steps_to_upload
+from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
-from checkpointing.manifest import FileEntry, Manifest
-from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
+from checkpointing.format.digest import ALGORITHM, PLAIN
+from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.tiers import Tiers
 from runner.errors import ExitCode
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind

@@ -41,25 +41,26 @@ from prometheus_client import generate_latest
 from proposals import proposed
 from rich.console import Console
 
-from checkpointing import CheckpointManager, locking
+from checkpointing import CheckpointManager
+from checkpointing.agent.events import CheckpointQuarantined, Event
+from checkpointing.commit.shard_reading import ShardReaders
+from checkpointing.commit.tiers import Tiers
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
-from checkpointing.digest import digest_buffer
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
-from checkpointing.events import CheckpointQuarantined, Event
-from checkpointing.layout import ADAPTER_NAME
-from checkpointing.manifest import Manifest, _self_digest
-from checkpointing.rank import rng
-from checkpointing.rank.adapter import BASE_NAME, Adapter
-from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.spread_files import open_spread
-from checkpointing.rank.verified_read import BufferCache, Shares, read_verified
-from checkpointing.shard_reading import ShardReaders
-from checkpointing.shards import INDEX_NAME
+from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.spread_files import open_spread
+from checkpointing.format.digest import digest_buffer
+from checkpointing.format.layout import ADAPTER_NAME
+from checkpointing.format.manifest import Manifest, _self_digest
+from checkpointing.format.shard_index import INDEX_NAME
+from checkpointing.host import locking
+from checkpointing.process import rng
+from checkpointing.resume.verified_read import BufferCache, Shares, read_verified
+from checkpointing.state.adapter import BASE_NAME, Adapter
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.tiers import Tiers
 from runner.errors import UsageError
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory

@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from checkpointing.catalog import Catalog
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import digest_buffer
-from checkpointing.manifest import Manifest, SnapshotInfo
-from checkpointing.shards import INDEX_NAME, HeldFile, ShardParts, parts_name, shard_name
-from checkpointing.split import Split, SplitSave, write_portion
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.replicated_save import Split, SplitSave, write_portion
+from checkpointing.commit.sharded_save import Together, begin_together, write_shards
+from checkpointing.format.digest import digest_buffer
+from checkpointing.format.manifest import Manifest, SnapshotInfo
+from checkpointing.format.shard_index import INDEX_NAME, HeldFile, ShardParts, parts_name, shard_name
 from checkpointing.storage import Storage, open_storage
-from checkpointing.together import Together, begin_together, write_shards
 
 SMALL_BYTES = 2 << 20
 # S3's least is 5 MB. So small that what takes two of them is soon sent.

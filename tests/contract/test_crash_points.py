@@ -12,7 +12,7 @@ import pytest
 from contract.support import assert_good_order, leftovers
 from servers import Server, bucket_on
 
-from checkpointing.failpoints import FAILPOINTS_ENV, NAMES
+from checkpointing.host.failpoints import FAILPOINTS_ENV, NAMES
 from checkpointing.storage import open_storage
 
 # The second attempt goes back to step 2, so the first attempt's checkpoint of step 3 is quarantined.

@@ -12,8 +12,8 @@ from servers import Server, bucket_on, fault_proxy
 
 from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.agent.options import AgentOptions
-from checkpointing.digest import digest_buffer
-from checkpointing.rank.verified_read import BufferCache
+from checkpointing.format.digest import digest_buffer
+from checkpointing.resume.verified_read import BufferCache
 from checkpointing.storage import open_storage
 
 NBYTES = 80 << 20

@@ -19,15 +19,15 @@ import pytest
 from infra.parts import needs
 from servers import Fault, MeddlingProxy, Server, bucket_on, meddling_proxy
 from small_checkpoint import Agent, write_checkpoint
-from unit.checkpointing.rank.test_restore import TRAINING, chosen
+from unit.checkpointing.resume.test_agreement import TRAINING, chosen
 
-from checkpointing.catalog import verify
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import digest_buffer
-from checkpointing.environment import READ_PATIENCE_ENV
+from checkpointing.commit.catalog import verify
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError, StorageUnreachable
+from checkpointing.format.digest import digest_buffer
+from checkpointing.host.environment import READ_PATIENCE_ENV
 from checkpointing.storage import open_storage
-from checkpointing.tiers import Tiers
 
 Damage = Callable[[bytes], bytes]
 LASTING_S = [float(text) for text in os.environ.get("READ_FAULT_S", "1").split(",")]

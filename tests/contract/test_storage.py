@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from contract.support import assert_is_what_was_written, commit_split, commit_together, leftovers
 
-from checkpointing.catalog import Catalog, verify
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import digest_buffer
+from checkpointing.commit.catalog import Catalog, verify
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.reading import read_private
 from checkpointing.errors import CheckpointError, CommitConflict, Fenced, InvalidCheckpoint
-from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
-from checkpointing.reading import read_private
+from checkpointing.format.digest import digest_buffer
+from checkpointing.format.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.storage import Storage, open_storage, rates
 from checkpointing.storage.local import LocalStorage
 from checkpointing.storage.object_storage import ObjectStorage

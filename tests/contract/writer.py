@@ -9,7 +9,7 @@ import sys
 
 from support import LARGE_BYTES, PART_BYTES, commit, commit_split, commit_together  # type: ignore[import-not-found]
 
-from checkpointing import split
+from checkpointing.commit import replicated_save as split
 from checkpointing.errors import CheckpointError
 from checkpointing.storage import open_storage, s3_multipart
 

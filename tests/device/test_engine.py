@@ -18,15 +18,15 @@ from small_training import SmallTraining
 
 from checkpointing import CheckpointManager
 from checkpointing.errors import NonFinite
-from checkpointing.rank import device as devices
-from checkpointing.rank import rng
-from checkpointing.rank.device import Later
-from checkpointing.rank.direct_commit import DirectCommit
-from checkpointing.rank.file_images import Extent, FileImage, blob_image, pieces
-from checkpointing.rank.fingerprint import SourceSum, fingerprint
-from checkpointing.rank.snapshot import Request
-from checkpointing.rank.torch_files import TorchFileLayout
-from checkpointing.rank.trees import tensors_in
+from checkpointing.files.file_images import Extent, FileImage, blob_image, pieces
+from checkpointing.files.torch_files import TorchFileLayout
+from checkpointing.process import device as devices
+from checkpointing.process import rng
+from checkpointing.process.device import Later
+from checkpointing.process.trees import tensors_in
+from checkpointing.snapshot.direct_commit import DirectCommit
+from checkpointing.snapshot.request import Request
+from checkpointing.state.tensor_fingerprint import SourceSum, fingerprint
 from runner.doctor import health
 
 pytestmark = pytest.mark.device

@@ -15,7 +15,8 @@ import torch, torch.distributed as dist
 import second_device
 second_device.load()
 from checkpointing.exact.exchange import Exchange
-from checkpointing.exact.tree import Node, block_of, total
+from checkpointing.exact.tree import Node, total
+from checkpointing.data.dealing import block_of
 dist.init_process_group("gloo")
 rank, virtual_ranks = dist.get_rank(), 4
 make = lambda leaf: torch.randn(9, generator=torch.Generator().manual_seed(leaf))

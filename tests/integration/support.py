@@ -59,7 +59,7 @@ print("script finished on rank", args.process_index)
 """
 SLOW = """
 import os, time
-from checkpointing.environment import rank_settings
+from checkpointing.host.environment import rank_settings
 from transformers import TrainerCallback
 class Slow(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
@@ -92,7 +92,7 @@ import os, sys, time
 import torch
 from datasets import Dataset
 from transformers import SmolLM3Config, SmolLM3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from checkpointing.environment import rank_settings
+from checkpointing.host.environment import rank_settings
 from checkpointing.transformers import resilient
 
 RANK, ATTEMPT = int(os.environ["RANK"]), rank_settings().attempt

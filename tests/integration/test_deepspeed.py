@@ -14,8 +14,8 @@ from integration.test_sharded import two_machines
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from checkpointing.export import export_checkpoint
-from checkpointing.layout import MASTER_NAME
+from checkpointing.commit.export import export_checkpoint
+from checkpointing.format.layout import MASTER_NAME
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.base import CHECKPOINT_PREFIX
 

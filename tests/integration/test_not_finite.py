@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from integration.support import RUNNER
 
-from checkpointing.layout import NOT_FINITE_FOLDER
+from checkpointing.format.layout import NOT_FINITE_FOLDER
 from checkpointing.storage import open_storage
 
 LOOP = """

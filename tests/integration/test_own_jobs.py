@@ -17,7 +17,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from checkpointing.environment import rank_settings
+from checkpointing.host.environment import rank_settings
 from checkpointing.transformers import resilient
 
 out = sys.argv[1]

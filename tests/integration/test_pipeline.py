@@ -14,7 +14,7 @@ import torch
 from infra.torchrun import torchrun
 from safetensors.torch import load_file
 
-from checkpointing.export import export_checkpoint
+from checkpointing.commit.export import export_checkpoint
 from checkpointing.storage import LocalStorage
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "pipeline.py"

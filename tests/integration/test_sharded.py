@@ -15,7 +15,7 @@ from integration.support import Run, loss_curve, state_hash
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
-from checkpointing.export import export_checkpoint
+from checkpointing.commit.export import export_checkpoint
 from checkpointing.storage import LocalStorage
 from runner.training.model import trained_tokenizer
 
@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from checkpointing import CheckpointManager
-from checkpointing.rank.verified_read import read_checkpoint
-from checkpointing.rank.sharding import is_sharded
+from checkpointing.resume.verified_read import read_checkpoint
+from checkpointing.files.sharding import is_sharded
 from checkpointing.storage import open_storage
-from checkpointing.rank.train_state import TrainState
+from checkpointing.state.train_state import TrainState
 
 folder, steps, strategy = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)

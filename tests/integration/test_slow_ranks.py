@@ -7,7 +7,7 @@ from pathlib import Path
 
 from integration.support import RUNNER
 
-from checkpointing.events import SlowRanks
+from checkpointing.agent.events import SlowRanks
 from runner.journal.journal import read_journal
 
 SCRIPT = """

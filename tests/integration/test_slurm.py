@@ -20,7 +20,7 @@ from infra.ports import free_port
 from infra.slurm import Slurm, slurm_cluster
 from integration.support import RUNNER, Run, loss_curve, script, state_hash
 
-from checkpointing.catalog import Catalog
+from checkpointing.commit.catalog import Catalog
 from checkpointing.storage import open_storage
 
 # There is one munge socket.

@@ -151,8 +151,8 @@ def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untou
 
 STUCK_COPY = """
 import os, time
-import checkpointing.rank.snapshot_maker as snapshot_maker
-from checkpointing.environment import rank_settings
+import checkpointing.snapshot.snapshot_copy as snapshot_maker
+from checkpointing.host.environment import rank_settings
 make, copy_tensors, copied = snapshot_maker.SnapshotMaker.make, snapshot_maker.file_images.copy_tensors, []
 def noted(self, pending, *arguments):
     copied.append(pending.request.step)
@@ -231,7 +231,7 @@ def test_too_little_memory_for_a_snapshot_writes_while_training_waits(tmp_path: 
 
 DRIFT = """
 import os
-from checkpointing.environment import rank_settings
+from checkpointing.host.environment import rank_settings
 from transformers import TrainerCallback
 import torch
 class Drift(TrainerCallback):
@@ -392,10 +392,10 @@ def test_a_slow_disk_skips_snapshots_and_holds_no_step_up(tmp_path: Path) -> Non
 LARGE = """
 import os, sys, time
 import torch, torch.distributed as dist
-import checkpointing.agent.client as client, checkpointing.digest as digest
-import checkpointing.rank.verified_read as verified_read
+import checkpointing.agent.client as client, checkpointing.format.digest as digest
+import checkpointing.resume.verified_read as verified_read
 from checkpointing import CheckpointManager
-from checkpointing.environment import rank_settings
+from checkpointing.host.environment import rank_settings
 
 folder, flips = sys.argv[1], sys.argv[2] == "flipped"
 rank, offer, digested = os.environ["RANK"], client.AgentClient.offer, []

@@ -11,7 +11,7 @@ from integration.support import Run
 from safetensors.torch import load_file
 from servers import Server, bucket_on
 
-from checkpointing.catalog import Catalog
+from checkpointing.commit.catalog import Catalog
 from checkpointing.storage import open_storage
 
 # Of 144 MB, and twice as much of moments. All parameters are equal.

@@ -207,7 +207,7 @@ def test_an_output_folder_that_is_moved_away_is_named(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_script_that_saves_nothing_is_told_so(tmp_path: Path) -> None:
     text = (
-        "import os, signal\nfrom checkpointing.environment import rank_settings\n"
+        "import os, signal\nfrom checkpointing.host.environment import rank_settings\n"
         "if rank_settings().attempt == 1:\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
     ended = start(tmp_path, text)

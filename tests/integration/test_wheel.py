@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from integration.test_examples import EXAMPLES, kill_after_a_checkpoint, weights
 
-from checkpointing.extras import DISTRIBUTION
+from checkpointing.host.extras import DISTRIBUTION
 
 ROOT = Path(__file__).parents[2]
 # What scripts that only want `checkpointing` must not have to install.
@@ -128,7 +128,7 @@ PathFinder.find_spec = staticmethod(find_spec)
     ids=["s3", "runner", "sft"],
 )
 def test_what_is_not_installed_is_named(missing: set[str], code: str, extra: str, tmp_path: Path) -> None:
-    program = WITHOUT.replace("HEAVY", repr(missing)) + "import checkpointing, checkpointing.rank.manager\n" + code
+    program = WITHOUT.replace("HEAVY", repr(missing)) + "import checkpointing, checkpointing.manager.manager\n" + code
     environment = {**os.environ, "OUTPUT_DIR": str(tmp_path / "run")}
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from checkpointing.events import CheckpointQuarantined, CommitFailed, Committed, Log, SnapshotCost
+from checkpointing.agent.events import CheckpointQuarantined, CommitFailed, Committed, Log, SnapshotCost
 from runner.journal.events import AttemptStarted, Entry, RunStarted
 from runner.journal.ledger import CAUSES, LOST, NOT_RUNNING, TRAINING, Attempt, Ledger, Span, account
 from runner.journal.summary import RunSummary, summarise

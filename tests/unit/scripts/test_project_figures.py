@@ -16,7 +16,7 @@ STORAGE = "class Storage: pass\nclass LocalStorage(Storage): pass\nclass Storage
 def tree(tmp_path: Path) -> Path:
     for name, text in {
         "checkpointing/__init__.py": "",
-        "checkpointing/events.py": EVENTS,
+        "checkpointing/agent/events.py": EVENTS,
         "checkpointing/storage/local.py": STORAGE,
         "runner/__init__.py": "",
         "tests/unit/runner/test_short.py": "",

@@ -9,20 +9,20 @@ from chaos.stores import MemoryObjects
 
 from checkpointing.agent.arenas import Arena, ArenaPool
 from checkpointing.agent.duty import Duty
+from checkpointing.agent.events import Event
 from checkpointing.agent.protocol import Refusal
 from checkpointing.agent.results import Report, Result
 from checkpointing.agent.resumption import Resumption
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
 from checkpointing.agent.stage_workers import StageWorkers
 from checkpointing.agent.storage_worker import StorageWorker
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import digest_buffer
-from checkpointing.events import Event
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.retention import Retention
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.tiers import Tiers
+from checkpointing.format.digest import digest_buffer
+from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.storage import Storage, open_storage
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.tiers import Tiers
 
 STATE = b"state"
 

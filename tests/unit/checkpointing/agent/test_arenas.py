@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
-from checkpointing.shared_memory import SharedMemory
+from checkpointing.host.shared_memory import SharedMemory
 
 MB = 1_000_000
 

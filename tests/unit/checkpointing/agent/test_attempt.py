@@ -7,9 +7,9 @@ from unit.checkpointing.agent.doubles import Bench, save
 
 from checkpointing.agent.arenas import ArenaState
 from checkpointing.agent.attempt import CurrentAttempt
-from checkpointing.events import SnapshotDropped, StageEntered
-from checkpointing.heartbeat import CommitReport, ControlPage, Heartbeat, Phase
-from checkpointing.stages import FIRST_STAGE, Stage
+from checkpointing.agent.events import SnapshotDropped, StageEntered
+from checkpointing.commit.training_stage import FIRST_STAGE, Stage
+from checkpointing.host.heartbeat import CommitReport, ControlPage, Heartbeat, Phase
 
 SECOND = Stage("stage-2-dpo", 2, 20)
 

@@ -10,16 +10,16 @@ import pytest
 from unit.checkpointing.agent.doubles import Bench, Store
 
 from checkpointing.agent.arenas import Arena
+from checkpointing.agent.events import CommitFailed, Committed, SnapshotDamaged, SnapshotDropped
 from checkpointing.agent.scheduler import SnapshotContent
-from checkpointing.catalog import verify
-from checkpointing.digest import digest_buffer
+from checkpointing.commit.catalog import verify
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.events import CommitFailed, Committed, SnapshotDamaged, SnapshotDropped
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.retention import Retention
+from checkpointing.format.digest import digest_buffer
+from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.format.word_sum import added, word_sum
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.tiers import Tiers
-from checkpointing.word_sum import added, word_sum
 
 # When the bit flips: as it is copied, when it has been digested, at a write, or later.
 MOMENTS = ["copied", "digested", "written", "never"]

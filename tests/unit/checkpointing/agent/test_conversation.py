@@ -14,10 +14,10 @@ from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
 from checkpointing.agent.results import Report
 from checkpointing.agent.server import Agent
-from checkpointing.catalog import Catalog
-from checkpointing.shared_memory import SharedMemory
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.tiers import Tiers
+from checkpointing.host.shared_memory import SharedMemory
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.tiers import Tiers
 
 
 class Peer:

@@ -10,12 +10,12 @@ import pytest
 from unit.checkpointing.agent.doubles import Reports, Store, save, two_tiers
 
 from checkpointing.agent.duty import Duty
+from checkpointing.agent.events import Fenced as FencedEvent
+from checkpointing.agent.events import TierUnreachable
 from checkpointing.agent.fencing import Fencer, Fencing
+from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import Fenced
-from checkpointing.events import Fenced as FencedEvent
-from checkpointing.events import TierUnreachable
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.tiers import Tiers
 
 
 def begun(fencer: Fencer, attempt: int, held: frozenset[tuple[int, int]] = frozenset()) -> Fencing:

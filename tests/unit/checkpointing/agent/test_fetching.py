@@ -6,11 +6,11 @@ import pytest
 from unit.checkpointing.agent.doubles import STATE, Clock, Reports, Store, save
 
 from checkpointing.agent.arenas import Arena, ArenaState
+from checkpointing.agent.events import Fetched, FetchFailed, Transfer
 from checkpointing.agent.fetching import fetch
-from checkpointing.catalog import Catalog, CatalogEntry
-from checkpointing.digest import digest_buffer
-from checkpointing.events import Fetched, FetchFailed, Transfer
-from checkpointing.shared_memory import SharedMemory
+from checkpointing.commit.catalog import Catalog, CatalogEntry
+from checkpointing.format.digest import digest_buffer
+from checkpointing.host.shared_memory import SharedMemory
 from checkpointing.storage.object_storage import ObjectStorage
 
 

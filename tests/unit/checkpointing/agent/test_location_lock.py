@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from checkpointing import locking
 from checkpointing.agent import location_lock
 from checkpointing.agent.location_lock import acquire_lock
-from checkpointing.locking import this_machine
+from checkpointing.host import locking
+from checkpointing.host.locking import this_machine
 
 
 @pytest.mark.parametrize("refuses", ["open_lock", "try_lock"])

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, save
 
+from checkpointing.agent.events import NotFiniteKept, Pruned, SnapshotDropped, SnapshotTaken
 from checkpointing.agent.scheduler import SnapshotContent
-from checkpointing.catalog import Catalog
-from checkpointing.events import NotFiniteKept, Pruned, SnapshotDropped, SnapshotTaken
-from checkpointing.layout import NOT_FINITE_FOLDER
-from checkpointing.manifest import Manifest, SnapshotInfo
-from checkpointing.retention import Retention
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.tiers import Tiers
+from checkpointing.format.layout import NOT_FINITE_FOLDER
+from checkpointing.format.manifest import Manifest, SnapshotInfo
 from checkpointing.storage import LocalStorage, open_storage
-from checkpointing.tiers import Tiers
 
 
 def not_finite(bench: Bench, step: int, *, commit: bool = True) -> list[object]:

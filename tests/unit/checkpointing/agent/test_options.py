@@ -7,7 +7,7 @@ import json
 import pytest
 
 from checkpointing.agent.options import AgentOptions
-from checkpointing.retention import Retention
+from checkpointing.commit.retention import Retention
 
 OPTIONS = AgentOptions(
     location="s3://bucket/run",

@@ -10,16 +10,16 @@ import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, Clock, Reports, Store, save, two_tiers
 
 from checkpointing.agent.duty import Duty
+from checkpointing.agent.events import CommitFailed, Committed, Pruned, PruneFailed
+from checkpointing.agent.events import Fenced as FencedEvent
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
-from checkpointing.catalog import Catalog
-from checkpointing.events import CommitFailed, Committed, Pruned, PruneFailed
-from checkpointing.events import Fenced as FencedEvent
-from checkpointing.reading import pieces_of
-from checkpointing.retention import Retention
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.reading import pieces_of
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.tiers import Tiers
 from checkpointing.storage import open_storage
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.tiers import Tiers
 
 
 def publisher_of(tiers: Tiers, reports: Reports, clock: Clock | None = None) -> Publisher:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from unit.checkpointing.agent.doubles import Clock, Reports
 
+from checkpointing.agent.events import StorageRetried, Transfer
 from checkpointing.agent.reporting import RetryCounter, progress_reporter, text_of
 from checkpointing.errors import CommitFailed
-from checkpointing.events import StorageRetried, Transfer
 
 
 def test_retries_are_reported_at_once_then_once_per_minute_and_at_the_end_of_a_task() -> None:

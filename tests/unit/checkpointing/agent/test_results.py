@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from checkpointing.agent.events import Committed, TierUnreachable
 from checkpointing.agent.results import Digested, stamped, stamped_announcement
-from checkpointing.events import Committed, TierUnreachable
-from checkpointing.stages import FIRST_STAGE, Stage
+from checkpointing.commit.training_stage import FIRST_STAGE, Stage
 
 SECOND = Stage("stage-2-dpo", 2, 20)
 

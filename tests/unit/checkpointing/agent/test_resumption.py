@@ -9,12 +9,12 @@ import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, save
 
 from checkpointing.agent.arenas import ArenaState
+from checkpointing.agent.events import Fetched, FetchFailed, SnapshotDamaged
 from checkpointing.agent.resumption import described
-from checkpointing.digest import digest_buffer
-from checkpointing.events import Fetched, FetchFailed, SnapshotDamaged
-from checkpointing.stages import Stage
+from checkpointing.commit.tiers import Tiers
+from checkpointing.commit.training_stage import Stage
+from checkpointing.format.digest import digest_buffer
 from checkpointing.storage import open_storage
-from checkpointing.tiers import Tiers
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import pytest
 from unit.checkpointing.agent.doubles import Bench
 
 from checkpointing.agent.arenas import Arena, ArenaState
+from checkpointing.agent.events import SnapshotDropped, SnapshotSkipped, SnapshotTaken
 from checkpointing.agent.protocol import Refusal
 from checkpointing.agent.scheduler import ArenaRequest
-from checkpointing.catalog import Catalog
-from checkpointing.events import SnapshotDropped, SnapshotSkipped, SnapshotTaken
-from checkpointing.stages import Stage
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.training_stage import Stage
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.agent.options import EXIT_DELAYED, AgentOptions
 from checkpointing.agent.protocol import Refusal
-from checkpointing.catalog import Catalog
-from checkpointing.digest import digest_buffer
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.reading import read_shared
+from checkpointing.commit.retention import Retention
 from checkpointing.errors import AgentDelayed, AgentUnavailable
-from checkpointing.reading import read_shared
-from checkpointing.retention import Retention
+from checkpointing.format.digest import digest_buffer
 from checkpointing.storage import LocalStorage
 
 

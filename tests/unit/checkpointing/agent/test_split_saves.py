@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, two_tiers
 
-from checkpointing import split
 from checkpointing.agent.arenas import Arena, ArenaState
+from checkpointing.agent.events import CommitFailed, Committed
 from checkpointing.agent.results import Digested, PortionEnded, Result
 from checkpointing.agent.scheduler import SnapshotContent
-from checkpointing.catalog import Catalog
-from checkpointing.events import CommitFailed, Committed
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.split import Split
-from checkpointing.tiers import Tiers
+from checkpointing.commit import replicated_save as split
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.replicated_save import Split
+from checkpointing.commit.tiers import Tiers
+from checkpointing.format.manifest import SnapshotInfo
 
 
 @pytest.fixture(autouse=True)

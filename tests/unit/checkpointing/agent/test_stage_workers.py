@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from unit.checkpointing.agent.doubles import Reports, UnthreadedWorker
 
+from checkpointing.agent.events import Committed
 from checkpointing.agent.results import Digested, Report
 from checkpointing.agent.stage_workers import StageWorkers
-from checkpointing.events import Committed
-from checkpointing.stages import FIRST_STAGE, Stage
+from checkpointing.commit.tiers import Tiers
+from checkpointing.commit.training_stage import FIRST_STAGE, Stage
 from checkpointing.storage import open_storage
-from checkpointing.tiers import Tiers
 
 SECOND = Stage("stage-2-dpo", 2, 20)
 

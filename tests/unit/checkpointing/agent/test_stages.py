@@ -10,15 +10,15 @@ import torch
 
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess
+from checkpointing.agent.events import Log
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Refusal
-from checkpointing.catalog import Catalog
-from checkpointing.environment import SETTINGS_ENV, RankSettings
-from checkpointing.events import Log
-from checkpointing.rank import agent_connection
-from checkpointing.rank.manager import CheckpointManager
-from checkpointing.retention import Retention
-from checkpointing.stages import FIRST_STAGE, Stage, Stages
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.training_stage import FIRST_STAGE, Stage, Stages
+from checkpointing.host.environment import SETTINGS_ENV, RankSettings
+from checkpointing.manager import agent_connection
+from checkpointing.manager.manager import CheckpointManager
 from checkpointing.storage import LocalStorage
 
 

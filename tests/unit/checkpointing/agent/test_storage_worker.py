@@ -9,13 +9,13 @@ import pytest
 from chaos.stores import MemoryObjects
 
 from checkpointing.agent.duty import Duty
+from checkpointing.agent.events import RestartStateFailed, StorageRetried
 from checkpointing.agent.results import Result
 from checkpointing.agent.storage_worker import StorageWorker
-from checkpointing.events import RestartStateFailed, StorageRetried
-from checkpointing.retention import Retention
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.tiers import Tiers, open_tiers
 from checkpointing.storage.local_sidecars import LocalSidecars
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.tiers import Tiers, open_tiers
 
 
 def test_writes_that_storage_refused_are_repeated_when_it_is_back(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import threading
 
 from checkpointing.agent.mailbox import Mailbox
 from checkpointing.agent.tasks import TaskThread, one_by_one
-from checkpointing.threads import is_readable
+from checkpointing.host.threads import is_readable
 
 
 def test_tasks_are_handled_in_order_and_none_is_lost_at_the_end() -> None:

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, save
 
-from checkpointing import together
 from checkpointing.agent.arenas import Arena, ArenaState
+from checkpointing.agent.events import CommitFailed, Committed, SnapshotDropped
 from checkpointing.agent.protocol import Guest, Refusal
 from checkpointing.agent.results import Digested, SharesWritten
 from checkpointing.agent.resumption import described
 from checkpointing.agent.scheduler import SnapshotContent
-from checkpointing.catalog import Catalog
-from checkpointing.events import CommitFailed, Committed, SnapshotDropped
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.shards import INDEX_NAME, shard_name
-from checkpointing.tiers import Tiers
-from checkpointing.together import Together
+from checkpointing.commit import sharded_save as together
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.sharded_save import Together
+from checkpointing.commit.tiers import Tiers
+from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.format.shard_index import INDEX_NAME, shard_name
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, Reports, Store, save, two_tiers
 
 from checkpointing.agent.duty import Duty
+from checkpointing.agent.events import CheckpointQuarantined, CommitFailed, Committed
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
 from checkpointing.agent.results import UploadEnded
 from checkpointing.agent.uploader import Uploader
-from checkpointing.catalog import Catalog
-from checkpointing.events import CheckpointQuarantined, CommitFailed, Committed
-from checkpointing.retention import Retention
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.retention import Retention
+from checkpointing.commit.tiers import Tiers
 from checkpointing.storage import Storage
-from checkpointing.tiers import Tiers
 
 
 class Uploads:

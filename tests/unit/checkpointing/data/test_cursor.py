@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CheckpointError
-from checkpointing.rank import rng
+from checkpointing.process import rng
 
 
 class Rows(Dataset[Any]):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from checkpointing.data.iteration import ReplayedSampler, ReplayedStream, ResumedLoader
 from checkpointing.data.position import EpochStart, Position
 from checkpointing.errors import CheckpointError
-from checkpointing.rank import rng
+from checkpointing.process import rng
 
 
 class Order:

@@ -6,8 +6,8 @@ import pytest
 
 from checkpointing.data.order import OrderDigest, check_order
 from checkpointing.data.position import Position
-from checkpointing.environment import ALLOW_CHANGES_ENV
 from checkpointing.errors import CheckpointError
+from checkpointing.host.environment import ALLOW_CHANGES_ENV
 
 
 def digest_of(*batches: object) -> OrderDigest:

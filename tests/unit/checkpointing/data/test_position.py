@@ -10,7 +10,7 @@ import torch
 
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.position import EpochStart, Position
-from checkpointing.rank import rng
+from checkpointing.process import rng
 
 POSITION = Position(
     epoch=2,

@@ -8,10 +8,11 @@ import pytest
 import torch
 from thread_ranks import ThreadRanks, run_ranks
 
+from checkpointing.data.dealing import block_of
 from checkpointing.exact import exchange
 from checkpointing.exact.exchange import Exchange
-from checkpointing.exact.tree import Node, block_of, nodes_of, total
-from checkpointing.rank.ranks import Ranks
+from checkpointing.exact.tree import Node, nodes_of, total
+from checkpointing.process.ranks import Ranks
 
 
 class Message(NamedTuple):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.shares import Shares
-from checkpointing.rank.data_positions import DataPositions
-from checkpointing.rank.manager import CheckpointManager
-from checkpointing.rank.ranks import Ranks
+from checkpointing.host.environment import SETTINGS_ENV, RankSettings
+from checkpointing.manager.data_positions import DataPositions
+from checkpointing.manager.manager import CheckpointManager
+from checkpointing.process.ranks import Ranks
 
 
 def loader(samples: int = 10) -> DataLoader[Any]:

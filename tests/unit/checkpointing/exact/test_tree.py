@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.exact.tree import Node, block_of, nodes_of, pushed, total
+from checkpointing.data.dealing import block_of
+from checkpointing.exact.tree import Node, nodes_of, pushed, total
 
 
 def by_blocks(leaves: list[float], world_size: int) -> float:

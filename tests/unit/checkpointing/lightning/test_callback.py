@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from checkpointing.errors import CheckpointError
 from checkpointing.lightning import ResilientCheckpoint
 from checkpointing.lightning.callback import _check, _take_signals_back
-from checkpointing.rank import stop_signal
-from checkpointing.rank.step_protocol import Due
+from checkpointing.manager import stop_signal
+from checkpointing.manager.step_protocol import Due
 
 
 def callback(due: Due | None = None, **options: Any) -> Any:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from checkpointing.rank.step_protocol import Due
+from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.callback import StepCallback
 from checkpointing.transformers.options import Options
 

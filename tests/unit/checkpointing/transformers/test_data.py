@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
-from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.transformers import data as data_module
 from checkpointing.transformers.data import TrainingData
 from checkpointing.transformers.data_ranks import DataRanks

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.events import BatchShape
+from checkpointing.agent.events import BatchShape
 from checkpointing.transformers import data_ranks
 from checkpointing.transformers.data_ranks import DataRanks, batch_shape
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from checkpointing.data.dealing import Dealing
 from checkpointing.errors import CheckpointError
-from checkpointing.exact.dealing import Dealing
 from checkpointing.transformers import _virtual_ranks
 from checkpointing.transformers.exact import AUTO, ExactMixin, ExactSteps, check_exact
 

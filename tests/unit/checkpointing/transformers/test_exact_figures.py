@@ -13,8 +13,8 @@ from accelerate.data_loader import BatchSamplerShard
 from thread_ranks import run_ranks
 from torch.utils.data import BatchSampler, DataLoader
 
-from checkpointing.exact.tree import block_of
-from checkpointing.rank.ranks import Ranks
+from checkpointing.data.dealing import block_of
+from checkpointing.process.ranks import Ranks
 from checkpointing.transformers.exact_figures import (
     EvaluationFigures,
     Figures,

@@ -12,8 +12,8 @@ from restore_points import point
 from transformers import Trainer
 
 from checkpointing.data.layout import StepLayout
-from checkpointing.environment import ALLOW_CHANGES_ENV
 from checkpointing.errors import CheckpointError
+from checkpointing.host.environment import ALLOW_CHANGES_ENV
 from checkpointing.transformers.job import (
     check_same_job,
     check_samples_per_step,

@@ -13,7 +13,7 @@ from restore_points import point
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.files.loaded_checkpoint import RestorePoint
 from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState
 
 LOOP = {"tr_loss": 0.25, "last_logged": 10, "metrics": {"entropy": [0.5, 1]}, "train_tokens": 1000}

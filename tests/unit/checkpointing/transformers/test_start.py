@@ -12,7 +12,7 @@ import pytest
 from transformers import TrainerState
 
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.files.loaded_checkpoint import RestorePoint
 from checkpointing.transformers.start import Start, choose_start
 
 STATE = json.dumps(dataclasses.asdict(TrainerState(global_step=20, epoch=1.0))).encode()

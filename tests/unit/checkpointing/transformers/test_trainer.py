@@ -15,7 +15,7 @@ from transformers import TrainerControl
 
 from checkpointing.data.layout import StepLayout
 from checkpointing.errors import CheckpointError, CommitFailed, NonFinite
-from checkpointing.rank.step_protocol import Due
+from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers import trainer as trainer_module
 from checkpointing.transformers.callback_states import export_states
 from checkpointing.transformers.evaluation import EvaluationCutShort, InterruptibleEvaluation

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.tiers import open_tiers
+from checkpointing.commit.tiers import open_tiers
 from runner.chaos.cluster import Cluster
 from runner.recovery.lease import Lease, take
 

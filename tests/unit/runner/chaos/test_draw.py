@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.tiers import open_tiers
+from checkpointing.commit.tiers import open_tiers
 from runner.chaos.draw import FaultDraw
 from runner.chaos.result import Injection, Result
 from runner.chaos.scene import TRAINING, CampaignFailed, Effect, Fault

@@ -14,10 +14,10 @@ import pytest
 from journals import entry
 from small_checkpoint import network, write_checkpoint
 
-from checkpointing import failpoints
-from checkpointing.catalog import Catalog
+from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.tiers import open_tiers
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.tiers import open_tiers
+from checkpointing.host import failpoints
 from runner.chaos.faults import DAMAGES, FAULTS, NETWORK
 from runner.chaos.scene import Effect, FailpointFile, NotApplicable, Scene
 from runner.journal.events import Entry

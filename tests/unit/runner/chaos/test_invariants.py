@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.tiers import open_tiers
+from checkpointing.commit.tiers import open_tiers
 from runner.chaos import invariants
 from runner.journal.events import Entry
 from runner.journal.parsing import parse

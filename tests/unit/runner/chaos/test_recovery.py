@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.tiers import open_tiers
+from checkpointing.commit.tiers import open_tiers
 from runner.chaos.moments import MomentWaiter
 from runner.chaos.recovery import RecoveryWatch, RunOver
 from runner.chaos.result import Injection

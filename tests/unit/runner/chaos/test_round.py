@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.tiers import open_tiers
+from checkpointing.commit.tiers import open_tiers
 from runner.chaos.draw import FaultDraw
 from runner.chaos.result import Result
 from runner.chaos.round import Round

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from journals import event
 
-from checkpointing.events import Log
+from checkpointing.agent.events import Log
 from runner.chaos import run_under_test as module
 from runner.chaos.run_under_test import MARK_ENV, NeverStarted, RunUnderTest, runner_command
 from runner.journal.events import RankStarted

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from command_line import run_command
 
-from checkpointing import locking
-from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import digest_buffer
-from checkpointing.manifest import SnapshotInfo
-from checkpointing.stages import Stage
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.training_stage import Stage
+from checkpointing.format.digest import digest_buffer
+from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.host import locking
 from checkpointing.storage import LocalStorage
 
 LOSSES = {10: 1.0, 20: 0.1, 30: 2.0, 40: 1.5}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from checkpointing.retention import Retention
+from checkpointing.commit.retention import Retention
 from runner.config import trainer_options
 from runner.config.load import load_config, parse_setting
 from runner.config.schema import DEFAULT_CONFIG, CheckpointConfig, ModelConfig

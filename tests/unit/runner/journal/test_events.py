@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-import checkpointing.events
-from checkpointing.events import CheckpointQuarantined, Event, Log, Resumed
+import checkpointing.agent.events
+from checkpointing.agent.events import CheckpointQuarantined, Event, Log, Resumed
 from runner.journal import events
 from runner.journal.events import Entry, Malformed, RunStarted, UnknownEvent
 from runner.journal.parsing import parse, parse_event, undecodable
@@ -33,7 +33,7 @@ BEFORE = Entry(5.0, 2, RunStarted())
 
 
 def known() -> list[type[Event]]:
-    modules = (events.__name__, checkpointing.events.__name__)
+    modules = (events.__name__, checkpointing.agent.events.__name__)
     return [kind for kind in Event.known.values() if kind.__module__ in modules]
 
 
@@ -53,7 +53,7 @@ def test_every_event_is_read_as_it_was_written(kind: type[Event]) -> None:
 
 @pytest.mark.parametrize("kind", known(), ids=lambda kind: kind.name)
 def test_fields_of_a_newer_version_are_ignored(kind: type[Event]) -> None:
-    if not issubclass(kind, checkpointing.events.MeasuredEvent):
+    if not issubclass(kind, checkpointing.agent.events.MeasuredEvent):
         line = {**example(kind).to_dict(), "of a newer version": "x"}
         assert parse_event(line.pop("event"), line) == example(kind)
 

@@ -8,7 +8,7 @@ import pytest
 from infra.parts import lacks
 from journals import entry, event
 
-from checkpointing.clock import machine_clock
+from checkpointing.host.clock import machine_clock
 from runner.journal.events import Entry, Malformed
 from runner.journal.journal import Journal, JournalReader, SteadyClock, read_journal
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpointing.events import Log
+from checkpointing.agent.events import Log
 from runner.journal.events import Entry
 from runner.journal.parsing import parse, parse_event
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from node_fakes import FakeDisplay, beat
 
-from checkpointing.events import (
+from checkpointing.agent.events import (
     BatchShape,
     CheckpointQuarantined,
     CommitFailed,
@@ -28,7 +28,7 @@ from checkpointing.events import (
     TrainingStarted,
     Transfer,
 )
-from checkpointing.heartbeat import Phase
+from checkpointing.host.heartbeat import Phase
 from runner.journal.events import Progress
 from runner.node.agent_events import AgentEvents
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, FakeRanks, beat
 
-from checkpointing.events import CommitFailed, Committed, Event, Fenced, SnapshotDamaged, SnapshotDropped
-from checkpointing.heartbeat import Phase
+from checkpointing.agent.events import CommitFailed, Committed, Event, Fenced, SnapshotDamaged, SnapshotDropped
+from checkpointing.host.heartbeat import Phase
 from runner.config.schema import Config
 from runner.node.agent_events import AgentEvents
 from runner.node.attempt import Attempt

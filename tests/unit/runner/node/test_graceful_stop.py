@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from node_fakes import FakeDisplay, FakeHost, FakeRanks, beat
 
-from checkpointing.events import Committed
-from checkpointing.heartbeat import Heartbeat, Phase
+from checkpointing.agent.events import Committed
+from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.node.agent_events import AgentEvents
 from runner.node.graceful_stop import GracefulStop
 from runner.node.messages import Job

@@ -7,8 +7,8 @@ from typing import Any
 
 from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeRanks, beat
 
-from checkpointing.events import Event
-from checkpointing.heartbeat import Phase
+from checkpointing.agent.events import Event
+from checkpointing.host.heartbeat import Phase
 from runner.journal.events import Hang
 from runner.node.hang_check import HangCheck
 from runner.node.watchdog import Limits, Watchdog

@@ -19,7 +19,7 @@ from node_fakes import beat
 from checkpointing.agent import protocol
 from checkpointing.agent.options import AgentOptions
 from checkpointing.errors import AgentDelayed, AgentUnavailable
-from checkpointing.heartbeat import ControlPage, Phase
+from checkpointing.host.heartbeat import ControlPage, Phase
 from runner.errors import LaunchDelayed, LaunchError
 from runner.node import helper_processes
 from runner.node.helper_processes import AgentHelper, LauncherHelper

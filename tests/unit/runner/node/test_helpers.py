@@ -9,7 +9,7 @@ import pytest
 from node_fakes import FakeHelper, FakeHost, FakeLoop
 
 from checkpointing.agent import protocol
-from checkpointing.events import Committed, RestartStateFailed, StorageRetried, Transfer
+from checkpointing.agent.events import Committed, RestartStateFailed, StorageRetried, Transfer
 from runner.errors import LaunchDelayed, LaunchError
 from runner.node.helpers import Helpers
 from runner.system.event_loop import StopRequest

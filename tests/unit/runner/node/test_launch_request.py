@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.environment import SETTINGS_ENV, RankSettings
+from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from runner.config.schema import Config
 from runner.node.launch_request import RankSetup, launch_request, launcher_environment
 from runner.node.messages import AttemptSpec, Job

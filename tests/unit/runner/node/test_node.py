@@ -12,8 +12,8 @@ import pytest
 from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, beat
 
 from checkpointing.agent import protocol
-from checkpointing.events import Committed, Event
-from checkpointing.heartbeat import Phase
+from checkpointing.agent.events import Committed, Event
+from checkpointing.host.heartbeat import Phase
 from runner.cache import seal
 from runner.config.schema import Config
 from runner.errors import GpuMissing, UsageError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from node_fakes import FakeHost, FakeLoop
 
-from checkpointing.events import Event
+from checkpointing.agent.events import Event
 from runner.journal.events import BestModel, RankStarted
 from runner.node.rank_messages import BestModelWritten, Done, Failed, Preempted, Started, StopSignal
 from runner.node.rank_reports import RankReports

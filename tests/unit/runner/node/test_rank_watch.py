@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.threads import is_readable
+from checkpointing.host.threads import is_readable
 from runner.node.output import STDERR_NAME
 from runner.node.rank_messages import Started
 from runner.node.rank_watch import RankWatch

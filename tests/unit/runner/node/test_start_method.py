@@ -6,7 +6,7 @@ from typing import Any
 
 from node_fakes import FakeDisplay
 
-from checkpointing.events import Event
+from checkpointing.agent.events import Event
 from runner.journal.events import ColdStart
 from runner.node.start_method import StartMethod
 from runner.recovery.failure import Failure

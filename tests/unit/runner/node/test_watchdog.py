@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointing.heartbeat import Heartbeat, Phase
+from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.node.watchdog import Hang, Limits, StoppedProcesses, Watchdog
 
 LIMITS = Limits(hang_s=None, first_step_s=100.0, quiet_s=50.0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from node_fakes import FakeNode, FakeSession, ended
 
-from checkpointing.events import Committed, Log, TrainingStarted
+from checkpointing.agent.events import Committed, Log, TrainingStarted
 from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, LaunchDelayed
 from runner.node.messages import AttemptResult, AttemptSpec, Job

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from node_fakes import FakeLeader, FakeNode, FakeSession
 
-from checkpointing.events import Event, Log
+from checkpointing.agent.events import Event, Log
 from checkpointing.storage.local_sidecars import LocalSidecars
 from runner.errors import ExitCode, PeersMissing, UsageError
 from runner.journal.events import NodesChanged, WaitingForNodes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from node_fakes import FakeNode, FakeSession
 
-from checkpointing.events import SlowRanks
+from checkpointing.agent.events import SlowRanks
 from runner.errors import ExitCode
 from runner.journal.events import NodesChanged
 from runner.recovery.failure import Failure

@@ -10,7 +10,7 @@ import pytest
 from forged import forged
 from hypothesis import given
 
-from checkpointing.events import BatchShape, Committed, Log, Resumed, SlowRanks, TrainingStarted
+from checkpointing.agent.events import BatchShape, Committed, Log, Resumed, SlowRanks, TrainingStarted
 from runner.node.messages import AttemptSpec
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from journals import entries
 
+from checkpointing.commit.tiers import Tiers
 from checkpointing.storage import LocalStorage
-from checkpointing.tiers import Tiers
 from runner.errors import CheckpointsMissing, ExitCode
 from runner.supervisor.place import Found, Remembered, compare, ensure_id, look, read_id, remember
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from journals import event
 
-from checkpointing import locking
+from checkpointing.commit.tiers import Tiers
+from checkpointing.host import locking
 from checkpointing.storage import LocalStorage, open_storage
-from checkpointing.tiers import Tiers
 from runner.config.schema import Config
 from runner.errors import CheckpointsMissing, RunBusy, StorageFailed, StorageFull, UsageError
 from runner.journal.journal import Journal, read_journal

@@ -9,7 +9,7 @@ import pytest
 from journals import event
 from node_fakes import FakeNode, FakeSession
 
-from checkpointing.events import Fenced
+from checkpointing.agent.events import Fenced
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local_sidecars import LocalSidecars
 from checkpointing.storage.object_store import StorageTimeout

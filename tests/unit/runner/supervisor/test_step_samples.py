@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.events import BatchShape
+from checkpointing.agent.events import BatchShape
 from runner.config.schema import Config
 from runner.recovery.policy import BatchShape as PolicyShape
 from runner.recovery.restart_state import RestartState

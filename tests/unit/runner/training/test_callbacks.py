@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from checkpointing.environment import SETTINGS_ENV, RankSettings
-from checkpointing.rank import device
+from checkpointing.host.environment import SETTINGS_ENV, RankSettings
+from checkpointing.process import device
 from runner.training import callbacks
 
 

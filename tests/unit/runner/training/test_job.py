@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from checkpointing.environment import RankSettings
+from checkpointing.host.environment import RankSettings
 from runner.config.schema import CheckpointConfig, Config
 from runner.config.trainer_options import validate
 from runner.training.job import training_arguments

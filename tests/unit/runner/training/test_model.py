@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from checkpointing.rank import device
+from checkpointing.process import device
 from runner.config.schema import DataConfig
 from runner.training.data import BUNDLED, load_training_data
 from runner.training.model import choose_attention, trained_tokenizer

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.errors import EXIT_PREEMPTED
+from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from runner.training import rank as module
 from runner.training.rank import run_rank
 
@@ -140,7 +140,7 @@ def test_a_signal_to_one_rank_is_reported(launcher: Launcher) -> None:
 
 
 def test_a_lost_accelerator_ends_the_rank_before_its_job(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointing.rank import device
+    from checkpointing.process import device
 
     def refuse() -> None:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")

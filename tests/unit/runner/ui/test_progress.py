@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.events import Transfer
+from checkpointing.agent.events import Transfer
 from runner.ui import progress
 from runner.ui.progress import ProgressDisplay, ProgressState
 

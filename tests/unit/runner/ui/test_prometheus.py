@@ -8,7 +8,7 @@ import pytest
 from journals import event
 from prometheus_client.core import Metric
 
-from checkpointing.events import SlowRanks
+from checkpointing.agent.events import SlowRanks
 from runner.errors import UsageError
 from runner.journal.journal import Journal
 from runner.journal.ledger import Attempt, NodeChange

@@ -7,7 +7,7 @@ import pytest
 from journals import entries
 from rich.console import Console
 
-from checkpointing.locking import this_machine
+from checkpointing.host.locking import this_machine
 from runner.journal.summary import summarise
 from runner.recovery.restart_state import process_namespace
 from runner.system import processes

@@ -1,0 +1,210 @@
+"""Copies a checkpoint into a plain Hugging Face directory."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.commit.reading import pieces_of, read_private
+from checkpointing.commit.shard_reading import ShardReaders, index_of, read_range, recorded_files
+from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.format.digest import RunningDigest, algorithm_of, digesting
+from checkpointing.format.layout import MODEL_NAME
+from checkpointing.format.manifest import Manifest
+from checkpointing.format.shard_index import FOLDER, INDEX_NAME, SpreadFile
+from checkpointing.storage import Storage
+from checkpointing.storage.base import CHECKPOINT_PREFIX
+from checkpointing.storage.direct_io import write_file
+
+# What Hugging Face writes into one file of weights at most.
+_MOST_BYTES = 5 * 10**9
+
+
+def export_checkpoint(
+    storage: Storage, step: int, directory: Path, copied: Callable[[int], None] = lambda nbytes: None
+) -> Manifest:
+    """Copy the files of a step into a new directory, and compare their digests; it appears whole or not at all.
+
+    Files that are spread over shards are put together, in a few hundred megabytes of memory whatever their size; of a
+    model with more than 5 GB this makes several files and `model.safetensors.index.json`, as Hugging Face does.
+
+    Args:
+        storage: Where the checkpoint is.
+        step: Its step.
+        directory: New or empty directory.
+        copied: Called with a number of bytes as they are copied.
+
+    Returns:
+        The checkpoint's manifest.
+
+    Raises:
+        InvalidCheckpoint: It is not whole, or a digest differs.
+        CheckpointError: The directory exists, or cannot be written.
+    """
+    manifest = storage.read_manifest(step)
+    if directory.resolve() == Path.cwd():
+        raise CheckpointError("the current directory is not replaced; name a new one")
+    if _is_a_checkpoints(directory, storage.directory(step)):
+        raise CheckpointError(f"{directory} is among the run's checkpoints; choose another directory")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(f"{directory} exists already; choose another directory")
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+
+    def counted(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        for piece in pieces:
+            yield piece
+            copied(len(piece))
+
+    try:
+        temporary.mkdir(parents=True)
+        for file in manifest.files:
+            if manifest.is_sharded and file.name.startswith(FOLDER):
+                continue
+            digest = RunningDigest(algorithm_of(file.digest))
+            (temporary / file.name).parent.mkdir(parents=True, exist_ok=True)
+            write_file(temporary / file.name, digesting(counted(pieces_of(storage.file(manifest, file.name))), digest))
+            if digest.result() != file.digest:
+                raise InvalidCheckpoint(storage.describe(step), f"{file.name} was altered: its digest differs")
+        if manifest.is_sharded:
+            _put_together(storage, manifest, temporary, copied)
+        if directory.exists():
+            directory.rmdir()
+        temporary.rename(directory)
+    except OSError as error:
+        raise CheckpointError(f"{storage.describe(step)} could not be copied: {error.strerror or error}") from None
+    except ValueError as error:
+        raise InvalidCheckpoint(storage.describe(step), str(error)) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A file to write, which has a range of the bytes of one that is spread over shards.
+
+    Attributes:
+        name: Its name.
+        first: Place of the first byte in the spread file.
+        last: Place of the last byte, exclusive.
+        header: What comes before them.
+    """
+
+    name: str
+    first: int
+    last: int
+    header: bytes = b""
+
+
+def _is_a_checkpoints(directory: Path, checkpoint: Path | None) -> bool:
+    """Return whether a run would take a directory for a checkpoint, or for a part of one."""
+    if checkpoint is None:
+        return False
+    target, place = directory.resolve(), checkpoint.parent.resolve()
+    return place in target.parents and target.relative_to(place).parts[0].startswith(CHECKPOINT_PREFIX)
+
+
+def _put_together(storage: Storage, manifest: Manifest, folder: Path, copied: Callable[[int], None]) -> None:
+    """Write the files that a checkpoint has in shards.
+
+    Args:
+        storage: Where the checkpoint is.
+        manifest: Its manifest.
+        folder: Where to.
+        copied: Called with a number of bytes as they are copied.
+
+    Raises:
+        OSError: They cannot be read or written.
+        ValueError: They were altered.
+    """
+    files = recorded_files(storage, manifest)
+    source, recorded = files[INDEX_NAME]
+    data, digest = read_private(source, algorithm=algorithm_of(recorded))
+    if digest != recorded:
+        raise ValueError(f"{INDEX_NAME} was altered: its digest differs")
+    readers, index = ShardReaders(files, mapped=False), index_of(data, files)
+    for name, file in index.files.items():
+        outputs = [_Output(name, 0, file.nbytes)]
+        if name == MODEL_NAME and file.nbytes > _MOST_BYTES:
+            outputs, weights = _divided(file, readers)
+            write_file(folder / f"{MODEL_NAME}.index.json", [memoryview(json.dumps(weights, indent=2).encode())])
+        _write_from_shards(file, readers, folder, outputs, copied)
+
+
+def _write_from_shards(
+    file: SpreadFile, readers: ShardReaders, folder: Path, outputs: Sequence[_Output], copied: Callable[[int], None]
+) -> None:
+    """Write a spread file, shard by shard: each byte is read once, however many shards there are."""
+    firsts = [output.first for output in outputs]
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context((folder / output.name).open("xb", buffering=0)) for output in outputs]
+        for output, target in zip(outputs, opened, strict=True):
+            _write_at(target.fileno(), memoryview(output.header), 0)
+            target.truncate(len(output.header) + output.last - output.first)
+        for piece in sorted((*file.common, *file.pieces), key=lambda piece: (piece.shard, piece.at)):
+            done = 0
+            for data in readers(piece.shard).read(piece.at, piece.nbytes):
+                for place, begin, nbytes in piece.places(done, len(data)):
+                    # Before the first output is the header of a file that is divided.
+                    for number in range(max(bisect.bisect_right(firsts, place) - 1, 0), len(outputs)):
+                        output = outputs[number]
+                        first, last = max(place, output.first), min(place + nbytes, output.last)
+                        if first < last:
+                            part = data[begin + first - place : begin + last - place]
+                            _write_at(opened[number].fileno(), part, len(output.header) + first - output.first)
+                        if place + nbytes <= output.last:
+                            break
+                done += len(data)
+                copied(len(data))
+        for target in opened:
+            os.fsync(target.fileno())
+
+
+def _write_at(descriptor: int, data: memoryview, place: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, place)
+        data, place = data[written:], place + written
+
+
+def _divided(file: SpreadFile, readers: ShardReaders) -> tuple[list[_Output], dict[str, object]]:
+    """Divide a large safetensors file into several (https://huggingface.co/docs/safetensors#format).
+
+    Returns:
+        They, and the contents of their index.
+    """
+    begin = 8 + int.from_bytes(_bytes_of(file, readers, 0, 8), "little")
+    header = json.loads(_bytes_of(file, readers, 8, begin))
+    metadata = header.pop("__metadata__", {})
+    groups: list[dict[str, Mapping[str, object]]] = [{}]
+    bounds: list[tuple[int, int]] = []
+    start = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = entry["data_offsets"]
+        if groups[-1] and last - start > _MOST_BYTES:
+            bounds.append((start, first))
+            groups.append({})
+            start = first
+        groups[-1][name] = {**entry, "data_offsets": [first - start, last - start]}
+    bounds.append((start, file.nbytes - begin))
+    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    outputs = []
+    for name, group, (first, last) in zip(names, groups, bounds, strict=True):
+        text = json.dumps({"__metadata__": metadata, **group}, separators=(",", ":")).encode()
+        # Tensors begin at multiples of 8 bytes, as in the files that the format's own library writes.
+        text = text.ljust(-(-len(text) // 8) * 8)
+        outputs.append(_Output(name, begin + first, begin + last, len(text).to_bytes(8, "little") + text))
+    weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+    return outputs, {"metadata": {"total_size": file.nbytes - begin}, "weight_map": weight_map}
+
+
+def _bytes_of(file: SpreadFile, readers: ShardReaders, first: int, last: int) -> bytes:
+    """Return consecutive bytes of a file."""
+    target = bytearray(last - first)
+    read_range(file, readers, first, memoryview(target))
+    return bytes(target)

@@ -1,0 +1,270 @@
+"""A checkpoint that several nodes write: each its shards, and one of them the manifest.
+
+The nodes talk through the storage itself. The node that commits begins with a file that says so, for which the others
+wait; it does so as soon as it has the snapshot, even where it has yet to write an earlier one. Each of these then gives
+signs of life in a note of its own, writes its shards, and for each the digests of its parts, once; or its note says why
+it could not. The node that commits waits for the digests of all shards. A crash of either side leaves files that no
+manifest names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from checkpointing.commit.save_notes import (
+    LONGEST_LOOK_S,
+    SHORTEST_LOOK_S,
+    SignsOfLife,
+    await_note,
+    error_in,
+    is_committed,
+)
+from checkpointing.errors import CommitFailed
+from checkpointing.format.digest import digest_buffer
+from checkpointing.format.manifest import FileEntry, SnapshotInfo
+from checkpointing.format.shard_index import BEGUN_NAME, HeldFile, ShardParts, parts_name, state_name
+from checkpointing.host.failpoints import failpoint
+from checkpointing.storage import Storage
+from checkpointing.storage.base import Transaction
+
+# Without a sign of life from a node, for so long, it is given up; when its attempt is over, the shorter one.
+PATIENCE_S = 30.0
+LAST_PATIENCE_S = 5.0
+# A node that lives, but does not get on; when its attempt is over, ranks wait for this.
+LONGEST_S = 3600.0
+LAST_LONGEST_S = 600.0
+_LOOKS_AT_ONCE = 16
+_SHARED_QUESTION = (
+    "Do all nodes reach this location (a shared volume, or object storage)? State that no node holds whole needs one"
+)
+
+
+@dataclass(frozen=True)
+class Together:
+    """A save that several nodes write.
+
+    Attributes:
+        identity: Of the save, in hexadecimal digits; all nodes have the same.
+        shards: The names of all shards.
+        in_memory: Whether ranks may resume from what the nodes have of it in memory.
+    """
+
+    identity: str
+    shards: tuple[str, ...]
+    in_memory: bool = True
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A save that the node that commits has begun, so that the other nodes write.
+
+    Attributes:
+        together: The save.
+        transaction: It.
+        file: What says so, which is part of the checkpoint.
+    """
+
+    together: Together
+    transaction: Transaction
+    file: FileEntry
+
+
+def begin_together(storage: Storage, info: SnapshotInfo, together: Together) -> Begun:
+    """Let the other nodes write.
+
+    Raises:
+        CommitFailed: Storage refused.
+    """
+    data = json.dumps({"save": together.identity}).encode()
+    transaction = None
+    try:
+        transaction = storage.begin(info.step, info.attempt, together.identity)
+        transaction.write_note(BEGUN_NAME, data)
+    except OSError as error:
+        if transaction is not None:
+            # It may have been stored, and the answer lost.
+            transaction.abort()
+        raise CommitFailed(
+            f"checkpoint-{info.step} at {storage.location} could not be begun: {error.strerror or error}"
+        ) from error
+    return Begun(together, transaction, FileEntry(BEGUN_NAME, len(data), digest_buffer(data)))
+
+
+def write_shards(
+    storage: Storage,
+    info: SnapshotInfo,
+    together: Together,
+    shards: Sequence[HeldFile],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Write the shards of a node that does not commit; return their size in bytes.
+
+    Args:
+        storage: Where to.
+        info: What they are of.
+        together: The save.
+        shards: This node's.
+        clock: Seconds.
+        sleep: Waits.
+
+    Raises:
+        CommitFailed: Storage refused, which the node that commits learns if that can be written; or that node has not
+            begun the save, or has given it up.
+    """
+    names = [shard.name for shard in shards]
+    own = [*names, *map(parts_name, names)]
+    try:
+        transaction = storage.begin(info.step, info.attempt, together.identity, joins=True)
+        if await_note(transaction, BEGUN_NAME, PATIENCE_S, clock, sleep) is None:
+            raise CommitFailed(
+                f"the node that commits has not begun this save here for {PATIENCE_S:.0f} s. {_SHARED_QUESTION}"
+            )
+        signs = SignsOfLife(transaction, state_name(names[0]))
+        try:
+            is_given_up = False
+            for shard in shards:
+                is_given_up = shard is not shards[0] and transaction.read_note(BEGUN_NAME) is None
+                if is_given_up:
+                    break
+                transaction.write(shard.name, [shard.data])
+                failpoint("shard.written")
+                note = shard.parts().to_json()
+                if shard is shards[-1]:
+                    # The node that commits removes the note once it has all digests.
+                    signs.end()
+                transaction.write_note(parts_name(shard.name), note)
+                failpoint("shard.reported")
+        except OSError as error:
+            if not _is_reported(storage, info, transaction, names[-1]):
+                signs.end(error.strerror or str(error))
+                raise
+        finally:
+            signs.end()
+        # A directory is removed, or renamed, with all in it.
+        if is_given_up or (storage.root is None and transaction.read_note(BEGUN_NAME) is None):
+            transaction.withdraw([*own, state_name(names[0])])
+            raise CommitFailed(f"the node that commits has given up checkpoint-{info.step}")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CommitFailed(
+            f"this node's share of checkpoint-{info.step} at {storage.location} could not be written: {reason}"
+        ) from error
+    return sum(len(shard.data) for shard in shards)
+
+
+def _is_reported(storage: Storage, info: SnapshotInfo, transaction: Transaction, last: str) -> bool:
+    """Return whether the digests of a node's last shard can be read, also where writing them seemed to fail.
+
+    The node that commits then needs no more of this one, and a note of the error might come after the checkpoint. It
+    may have committed meanwhile: in a directory, nothing is left under the save's own name then.
+    """
+    with contextlib.suppress(OSError):
+        return transaction.read_note(parts_name(last)) is not None or is_committed(storage, info)
+    return False
+
+
+def await_shards(
+    transaction: Transaction,
+    names: Sequence[str],
+    is_current: Callable[[], bool] = lambda: True,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[FileEntry]:
+    """Wait until other nodes have written their shards; return these, and the files with their digests.
+
+    Args:
+        transaction: The save.
+        names: The shards.
+        is_current: Whether the attempt that made the snapshot runs still.
+        clock: Seconds.
+        sleep: Waits.
+
+    Raises:
+        CommitFailed: A node could not write its shards, or gives no sign of life.
+        OSError: Storage refused.
+    """
+    found: dict[str, tuple[ShardParts, bytes]] = {}
+    states: dict[str, bytes | None] = {}
+    # All signs of life count for all nodes: they end one after the other.
+    began = since = clock()
+    pause = SHORTEST_LOOK_S
+    while True:
+        lacking = [name for name in names if name not in found]
+        for name, (note, state) in zip(lacking, _look(transaction, lacking), strict=True):
+            if note is not None:
+                found[name] = (_read(note, name), note)
+                since, pause = clock(), SHORTEST_LOOK_S
+            elif state is not None and state != states.get(name):
+                states[name], since = state, clock()
+                _check_state(state, name)
+        if len(found) == len(names):
+            break
+        patience, longest = (PATIENCE_S, LONGEST_S) if is_current() else (LAST_PATIENCE_S, LAST_LONGEST_S)
+        if clock() - since > patience or clock() - began > longest:
+            first = next(name for name in names if name not in found)
+            raise CommitFailed(_missing(first, clock() - since, clock() - began, is_alone=not (found or states)))
+        sleep(pause)
+        pause = min(2 * pause, LONGEST_LOOK_S)
+    # They are not part of the checkpoint; one that comes later does no harm.
+    transaction.withdraw([state_name(name) for name in names])
+    entries = []
+    for name, (parts, note) in found.items():
+        entries.append(FileEntry(name, parts.nbytes, parts.digest))
+        entries.append(FileEntry(parts_name(name), len(note), digest_buffer(note)))
+    return entries
+
+
+def _look(transaction: Transaction, names: Sequence[str]) -> list[tuple[bytes | None, bytes | None]]:
+    """Return, for each shard, the digests of its parts, or else its node's sign of life: that of its first shard.
+
+    Raises:
+        OSError: Storage refused.
+    """
+
+    def notes_of(name: str) -> tuple[bytes | None, bytes | None]:
+        note = transaction.read_note(parts_name(name))
+        return note, transaction.read_note(state_name(name)) if note is None else None
+
+    # Hundreds of ranks would otherwise be asked for one after the other.
+    with ThreadPoolExecutor(_LOOKS_AT_ONCE, "checkpoint-look") as pool:
+        return list(pool.map(notes_of, names))
+
+
+def _missing(lacking: str, silent_s: float, waited_s: float, *, is_alone: bool) -> str:
+    """Return why a save is given up."""
+    if is_alone:
+        # Most likely a directory that each node has for itself.
+        return (
+            f"{lacking} was not written: no other node has written anything here for {silent_s:.0f} s. "
+            f"{_SHARED_QUESTION}"
+        )
+    if silent_s < waited_s and silent_s < LAST_PATIENCE_S:
+        return f"{lacking} was not written within {waited_s:.0f} s, although its node lives"
+    return f"{lacking} was not written: its node has given no sign of life for {silent_s:.0f} s"
+
+
+def _check_state(state: bytes, name: str) -> None:
+    """Raise CommitFailed where a node says that it could not write its shards."""
+    error = error_in(state)
+    if error is not None:
+        raise CommitFailed(f"another node could not write {name}: {error}")
+
+
+def _read(note: bytes, name: str) -> ShardParts:
+    """Parse the digests of a shard.
+
+    Raises:
+        CommitFailed: They cannot be read.
+    """
+    try:
+        return ShardParts.from_json(note)
+    except ValueError as error:
+        raise CommitFailed(f"the digests of {name} cannot be read: {error}") from None

@@ -1,0 +1,1 @@
+"""Tensors as files of a checkpoint, and back."""

@@ -1,0 +1,1 @@
+"""The bytes of a checkpoint and what they mean; no torch, no storage."""

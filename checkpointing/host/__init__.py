@@ -1,0 +1,1 @@
+"""What the machine gives: memory, threads, locks, clocks and the environment; no torch."""

@@ -1,1 +1,0 @@
-"""What runs in a rank: snapshots, restoring, and agreement between ranks. Needs torch."""

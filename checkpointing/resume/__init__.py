@@ -1,0 +1,1 @@
+"""Which checkpoint all ranks resume from, and how they read it."""

@@ -1,0 +1,443 @@
+"""What a run saves and restores: model, optimizer, scheduler, scaler, and further objects of the user's."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointing.errors import CheckpointError
+from checkpointing.files import sharding
+from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.readable import check_readable
+from checkpointing.files.torch_files import torch_bytes
+from checkpointing.format.layout import (
+    ADAPTER_NAME,
+    EXTRA_STATE_NAME,
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    OPTIONS_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    rank_state_name,
+)
+from checkpointing.process.trees import freeze, tensors_in
+from checkpointing.state.adapter import BASE_NAME, Adapter
+from checkpointing.state.captured_state import CapturedState, versions_of
+from checkpointing.state.optimizer_memory import OptimizerMemory
+from checkpointing.state.param_names import matched_to
+from checkpointing.state.pipeline import Stages
+from checkpointing.state.samples import named_tensors
+from checkpointing.state.supported import check_model, check_optimizer
+from checkpointing.state.tensor_fingerprint import FiniteLook
+from checkpointing.state.weights import restore_weights
+from checkpointing.state.zero import ZeroState
+
+logger = logging.getLogger("checkpointing")
+
+# Larger buffers are not cloned for every snapshot; their version counters guard them instead.
+_CLONE_BYTES = 64 * 1024 * 1024
+_SMALL_TENSOR_BYTES = 64 * 1024
+
+
+def _clones_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors; shared ones stay shared."""
+    clones: dict[int, torch.Tensor] = {}
+    return {name: clones.setdefault(id(value), value.detach().clone()) for name, value in tensors.items()}
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The objects that hold a training's state; see `CheckpointManager.track`.
+
+    Attributes:
+        model: The model, without a DDP wrapper.
+        optimizer: The optimizer, possibly in accelerate's wrapper.
+        scheduler: The learning rate scheduler.
+        scaler: The gradient scaler.
+        states: Further objects with `state_dict` and `load_state_dict`, by name.
+        adapter: The part of the model that is saved; None saves all of it.
+        zero: The optimizer, where it is that of a DeepSpeed engine.
+        stages: Which rank holds what, where the model is a stage of a pipeline.
+    """
+
+    model: torch.nn.Module
+    optimizer: Any
+    scheduler: Any = None
+    scaler: Any = None
+    states: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Adapter | None = None
+    zero: ZeroState | None = None
+    stages: Stages | None = None
+    _finite_buffers: frozenset[str] = field(init=False, default=frozenset())
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        check_optimizer(self.torch_optimizer)
+        for name in self.states:
+            if not name.isidentifier() or name in ("optimizer", "scheduler", "scaler", "rng_state"):
+                raise ValueError(f"states: the name {name!r} is not allowed; use another identifier")
+        # Masks hold infinities from the beginning; other buffers are to stay finite.
+        buffers = _small_buffers(self.model) if self.model is not None else {}
+        object.__setattr__(self, "_finite_buffers", frozenset(buffers.keys() - set(FiniteLook(buffers).names())))
+
+    @property
+    def weights_name(self) -> str:
+        """The file that the model's weights are saved in."""
+        return MODEL_NAME if self.adapter is None else ADAPTER_NAME
+
+    @property
+    def torch_optimizer(self) -> Any:
+        """The optimizer inside accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on an accelerator."""
+        return self.device_index is not None
+
+    @property
+    def device_index(self) -> int | None:
+        """Number of the accelerator that the model, or its first parameter, is on; None where it is on none."""
+        first = next(self.model.parameters(), None)
+        if first is None or first.device.type in ("cpu", "meta"):
+            return None
+        return first.device.index or 0
+
+    @property
+    def has_step_hook(self) -> bool:
+        """Whether torch calls the pre-step barrier before the optimizer changes the state."""
+        return isinstance(self.torch_optimizer if self.zero is None else self.zero.base, torch.optim.Optimizer)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of the state, which they save and restore together."""
+        is_split = self.zero is not None or self.stages is not None
+        return is_split or (self.model is not None and sharding.has_sharded(self.model))
+
+    def is_spread(self, local_world_size: int) -> bool:
+        """Return whether some node does not hold all of the state, as far as this rank knows.
+
+        Args:
+            local_world_size: Number of ranks on each node.
+        """
+        if self.zero is not None:
+            return dist.get_world_size() > local_world_size
+        if self.stages is not None:
+            return self.stages.is_spread(local_world_size)
+        return self.is_sharded and sharding.is_spread(self.model, local_world_size)
+
+    def capture(
+        self, *, check: bool = False, local_world_size: int = sys.maxsize, is_spread: bool | None = None
+    ) -> CapturedState:
+        """Capture the state in the training thread, quickly: references to large state, copies of small.
+
+        Args:
+            check: Check that everything but the weights can be read back.
+            local_world_size: Number of ranks on each node, which together copy what is sharded.
+            is_spread: Whether some node does not hold all of the model, as all ranks have agreed; None goes by what
+                this rank knows.
+
+        Raises:
+            CheckpointError: Part of the state cannot be read back; the message names it.
+        """
+        live, objects, small = self._live_state()
+        small |= {name: torch_bytes(value) for name, value in objects.items()}
+        parts: sharding.Parts = {}
+        cut = self.is_sharded
+        is_spread = self.is_spread(local_world_size) if is_spread is None else is_spread
+        if is_spread:
+            # Of all ranks that hold the same, one writes it.
+            local_world_size = sys.maxsize
+        # Only an optimizer changes parameters; everything else may change at any moment.
+        buffers = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
+        are_cloned = sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES
+        if are_cloned:
+            live |= _clones_of(buffers)
+        # What is made for the capture, or goes by what an engine does meanwhile, is cut at once.
+        is_late = cut and not check and self.stages is None and self.zero is None
+        stage_buffers: dict[str, Any] = {}
+        if self.stages is not None:
+            stage_buffers = {name: live[name] for name in buffers if live[name] is not buffers[name]}
+            live = self.stages.weights(live, local_world_size)
+        if cut and not is_late:
+            live = sharding.stand_ins(live, parts, local_world_size)
+        # Detached at once, so that nobody can put other memory in its place.
+        model = {name: value if sharding.is_sharded(value) else value.detach() for name, value in live.items()}
+        optimizer = freeze(self.optimizer.state_dict())
+        masters = sharding.stand_ins(self.zero.masters if self.zero is not None else {}, parts)
+        states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
+        held = set(map(id, tensors_in(optimizer)))
+        if self.on_gpu:
+            # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
+            optimizer = _clone_small_cpu_tensors(optimizer)
+        if self.stages is not None:
+            small[OPTIONS_NAME] = torch_bytes(self.stages.options(optimizer))
+            optimizer = self.stages.optimizer_state(optimizer, local_world_size)
+        if cut and not is_late:
+            optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
+        if check:
+            named = {f"{name}.pt": value for name, value in states.items()}
+            for name, value in {**objects, OPTIMIZER_NAME: optimizer, **named}.items():
+                check_readable(name, value)
+        guards = [tensor for part in parts.values() for tensor in part.guards]
+        sources = [
+            *named_tensors({name: value for name, value in live.items() if name not in buffers}, "model"),
+            # Copies are nobody's to write to, and others each time.
+            *((name, one) for name, one in named_tensors(optimizer, "optimizer") if id(one) in held or self.is_sharded),
+            *(("a shard", tensor) for tensor in guards if not sharding.is_dtensor(tensor)),
+        ]
+        return CapturedState(
+            weights_name=self.weights_name,
+            model=model,
+            masters=masters,
+            stages=self.stages,
+            parameters=frozenset(live.keys() - buffers.keys()),
+            buffers=frozenset(buffers),
+            optimizer=optimizer,
+            states=states,
+            small=small,
+            parts=parts,
+            is_spread=is_spread,
+            versions=versions_of([*model.values(), *tensors_in(optimizer), *guards]),
+            stage_buffers=stage_buffers,
+            sources=[(name, tensor) for name, tensor in sources if not sharding.is_stand_in(tensor, parts)],
+            finite=self._finite_buffers & buffers.keys() if are_cloned else frozenset(),
+            scale=_scale_of(objects.get(SCALER_NAME)),
+            uncut=local_world_size if is_late else None,
+        )
+
+    def _live_state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
+        """Return the model's tensors by name, small objects by file, and ready-made files."""
+        objects: dict[str, Any] = {}
+        if self.scheduler is not None:
+            objects[SCHEDULER_NAME] = freeze(self.scheduler.state_dict())
+        if self.scaler is not None:
+            objects[SCALER_NAME] = freeze(self.scaler.state_dict())
+        small: dict[str, bytes] = {}
+        if self.adapter is not None:
+            small[BASE_NAME] = self.adapter.identify(self.model)
+            live: dict[str, Any] = self.adapter.weights(self.model)
+        else:
+            live = self.model.state_dict(keep_vars=True)
+        # A module's `get_extra_state` may return anything.
+        extra = {name: freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
+        if extra:
+            objects[EXTRA_STATE_NAME] = extra
+            live = {name: value for name, value in live.items() if name not in extra}
+        return live, objects, small
+
+    def check(self) -> None:
+        """Check that the state can be saved.
+
+        Raises:
+            CheckpointError: Something in `states` is sharded.
+        """
+        for name, stateful in self.states.items():
+            # A state dict does not show what ZeRO-3 has partitioned.
+            parameters = stateful.parameters() if isinstance(stateful, torch.nn.Module) else ()
+            if any(map(sharding.is_sharded, [*tensors_in(stateful.state_dict()), *parameters])):
+                raise CheckpointError(
+                    f"states: {name!r} holds sharded tensors, which is not supported yet: only of model and optimizer"
+                )
+
+    @property
+    def num_unsaved(self) -> int:
+        """Number of parameters that the optimizer trains and that are in nothing that is saved, as far as is known."""
+        if self.zero is not None:
+            return 0
+        holders = [self.model, *(one for one in self.states.values() if isinstance(one, torch.nn.Module))]
+        saved = {id(parameter) for holder in holders for parameter in holder.parameters()}
+        groups = getattr(self.torch_optimizer, "param_groups", [])
+        return sum(id(parameter) not in saved for group in groups for parameter in group["params"])
+
+    def restore_model(self, point: RestorePoint, place: Callable[[Any], Any] = lambda state: state) -> None:
+        """Load the weights.
+
+        Args:
+            point: The state to load from.
+            place: Moves a state dict to the device where it is wanted.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model.
+        """
+        restore_weights(
+            self.model, point, adapter=self.adapter, zero=self.zero, is_stage=self.stages is not None, place=place
+        )
+
+    def _own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.zero is not None:
+            return self.zero.fitted(state)
+        if self.stages is not None:
+            return self.stages.own_state(state)
+        return matched_to(self.torch_optimizer, self.model, state)
+
+    def restore_states(self, point: RestorePoint, rank: int, names: Set[str]) -> dict[str, Any]:
+        """Load the further `states` of these names; return what the checkpoint holds of this rank alone.
+
+        Raises:
+            CheckpointError: A file cannot be parsed, or does not fit.
+        """
+        own = rank_state_name(rank) if point.has(rank_state_name(rank)) else rank_state_name(0)
+        ranks: dict[str, Any] = point.own_object(own) if point.has(own) else {}
+        for name, stateful in self.states.items():
+            if name not in names:
+                continue
+            if point.has(f"{name}.pt"):
+                _put(stateful, point, f"{name}.pt", point.own_object(f"{name}.pt"))
+            elif name in ranks.get("states", {}):
+                _put(stateful, point, own, ranks["states"][name])
+            else:
+                _warn_of_missing(point, f"state {name!r}")
+        return ranks
+
+    def restore_optimizer(
+        self, point: RestorePoint, rank: int, place: Callable[[Any], Any] = lambda state: state
+    ) -> None:
+        """Load the state of optimizer, scheduler, scaler, of the further `states`, and what is this rank's own.
+
+        Args:
+            point: The state to load from.
+            rank: Number of this rank.
+            place: See `restore_model`.
+
+        Raises:
+            CheckpointError: A file cannot be parsed, or is of another optimizer.
+        """
+        before = tensors_in([list(own.values()) for own in getattr(self.torch_optimizer, "state", {}).values()])
+        _load(
+            self.optimizer,
+            point,
+            OPTIMIZER_NAME,
+            lambda state: place(point.cut_optimizer_state(self._own_state(state), self.torch_optimizer)),
+        )
+        own_name = point.own_name if self.stages is None or self.stages.restore_options(point, self.optimizer) else str
+        _warn_of_frozen(self.model, self.torch_optimizer, point)
+        if not point.private:
+            _own_what_stayed_on_the_host(self.torch_optimizer, before)
+        ranks = self.restore_states(point, rank, self.states.keys())
+        if point.has(rank_state_name(rank)):
+            # The model's own file has rank 0's.
+            _fill_buffers(self.model, ranks.get("buffers", {}))
+        _load_if_there(self.scheduler, point, SCHEDULER_NAME, own_name)
+        _load_if_there(self.scaler, point, SCALER_NAME, own_name)
+
+
+def _small_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are saved, by name, unless they are large: plain tensors that have contents."""
+    found = {
+        f"{prefix}.{name}".lstrip("."): value
+        for prefix, module in model.named_modules()
+        for name, value in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+        and type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+    }
+    return found if sum(value.nbytes for value in found.values()) <= _CLONE_BYTES else {}
+
+
+def _scale_of(scaler: Any) -> float | None:
+    """Return the scale in the state dict of a gradient scaler; None where it is not enabled."""
+    scale = scaler.get("scale") if isinstance(scaler, dict) else None
+    return float(scale) if isinstance(scale, (int, float)) else None
+
+
+def _load(stateful: Any, point: RestorePoint, name: str, change: Callable[[Any], Any] | None = None) -> None:
+    state = point.torch_object(name)
+    _put(stateful, point, name, state, change)
+
+
+def _load_if_there(stateful: Any, point: RestorePoint, name: str, own_name: Callable[[str], str]) -> None:
+    if stateful is not None and point.has(name):
+        _load(stateful, point, own_name(name))
+    elif stateful is not None:
+        _warn_of_missing(point, name.removesuffix(".pt"))
+
+
+def _warn_of_missing(point: RestorePoint, what: str) -> None:
+    if point.rank == 0:
+        logger.warning("%s holds no %s: training begins with a new one", point.place, what)
+
+
+def _put(stateful: Any, point: RestorePoint, name: str, state: Any, change: Callable[[Any], Any] | None = None) -> None:
+    memory = OptimizerMemory.of(stateful)
+    try:
+        stateful.load_state_dict(change(state) if change is not None else state)
+    except CheckpointError:
+        # The checkpoint's bytes may be read only now: they were altered, or storage does not answer.
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{point.place}: {name} does not fit this {type(stateful).__name__}: {type(error).__name__}: {error}. Use "
+            "the one that wrote it, or another output_dir."
+        ) from error
+    if memory is not None and (replaced := memory.put_back()) and point.rank == 0:
+        logger.warning(
+            "%s: %d tensors of the optimizer (%s) are new ones now, since the checkpoint has others or none: whatever "
+            "holds the old ones, such as a CUDA graph that was captured before resume(), must be made again",
+            point.place,
+            len(replaced),
+            ", ".join(replaced[:3]),
+        )
+
+
+def _own_what_stayed_on_the_host(optimizer: Any, before: Iterable[torch.Tensor]) -> None:
+    """Copy the optimizer's state on the CPU that is still a view of the checkpoint, and no tensor of before."""
+    kept = set(map(id, before))
+    for state in getattr(optimizer, "state", {}).values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and id(value) not in kept:
+                state[name] = value.clone()
+
+
+def _warn_of_frozen(model: torch.nn.Module, optimizer: Any, point: RestorePoint) -> None:
+    """Say where what was trained would not be any more: `requires_grad` is in no checkpoint."""
+    state = getattr(optimizer, "state", {})
+    frozen = [name for name, value in model.named_parameters() if not value.requires_grad and state.get(value)]
+    if frozen and point.rank == 0:
+        logger.warning(
+            "%s has optimizer state of %d parameters that need no gradients now, such as %s: if the script has them "
+            "trained from some step on, set requires_grad by the step, so that a resumed run does so, too",
+            point.place,
+            len(frozen),
+            frozen[0],
+        )
+
+
+def _fill_buffers(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    buffers = dict(model.named_buffers()) if values else {}
+    with torch.no_grad():
+        for name, value in values.items():
+            if name in buffers and buffers[name].shape == value.shape:
+                buffers[name].copy_(value)
+
+
+def _clone_small_cpu_tensors(obj: Any) -> Any:
+    if isinstance(obj, torch.Tensor):
+        small = obj.device.type == "cpu" and obj.nbytes <= _SMALL_TENSOR_BYTES and not sharding.is_sharded(obj)
+        return obj.clone() if small else obj
+    if isinstance(obj, dict):
+        return {key: _clone_small_cpu_tensors(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return type(obj)(_clone_small_cpu_tensors(value) for value in obj)
+    return obj
+
+
+def hook_states(model: Any) -> list[object]:
+    """Return what the communication hooks of a DDP-wrapped model keep between steps; empty for any other model."""
+    # Whether DDP keeps (state, hook) or (hook, state) depends on the release.
+    parts = (part for pair in getattr(model, "_comm_hooks", ()) for part in pair)
+    return [part for part in parts if hasattr(part, "__dict__") and not callable(part)]
+
+
+def hooks_with_memory(model: Any) -> list[str]:
+    """Return the class names of communication hooks' states that hold tensors, or are meant to."""
+    kinds = (torch.Tensor, torch.nn.Module, dict)
+    states = [state for state in hook_states(model) if any(isinstance(value, kinds) for value in vars(state).values())]
+    return sorted({type(state).__name__ for state in states})

@@ -1,0 +1,147 @@
+"""Restores a model's weights, whole or cut, from the most precise file that a checkpoint has of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from checkpointing.errors import CheckpointError
+from checkpointing.files import sharding
+from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.format.layout import ADAPTER_NAME, EXTRA_STATE_NAME, MASTER_NAME, MODEL_NAME, rank_object_name
+from checkpointing.state.adapter import Adapter
+from checkpointing.state.zero import ZeroState
+
+logger = logging.getLogger("checkpointing")
+
+
+def restore_weights(
+    model: torch.nn.Module,
+    point: RestorePoint,
+    *,
+    adapter: Adapter | None,
+    zero: ZeroState | None,
+    is_stage: bool = False,
+    place: Callable[[Any], Any],
+) -> None:
+    """Load the weights of a model.
+
+    Args:
+        model: The model.
+        point: The state to load from.
+        adapter: The part of the model that is saved; None where all of it is.
+        zero: The optimizer of DeepSpeed's engine that the model is in, if it is in one.
+        is_stage: The model is a stage of a pipeline, and the checkpoint is of the whole.
+        place: Moves a state dict to the device where it is wanted.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model.
+    """
+    sources: dict[str, tuple[str, torch.Tensor]] = {}
+    for buffer in model.buffers():
+        if _is_expanded(buffer):
+            buffer.data = buffer.contiguous()
+    if zero is not None:
+        zero.release()
+    if adapter is not None:
+        restored = adapter.restore(model, point)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        sources |= {names[key]: (ADAPTER_NAME, value) for key, value in restored.items() if key in names}
+    elif zero is not None or is_stage:
+        filled = _fill(model, point, is_stage=is_stage)
+        sources |= {name: (MODEL_NAME, value) for name, value in filled.items()}
+    else:
+        _load(model, point, place)
+    precise = point.model_state(MASTER_NAME) if point.has(MASTER_NAME) else {}
+    sources |= {name: (MASTER_NAME, value) for name, value in precise.items()}
+    for name, parameter in model.named_parameters():
+        # Written where the model had a shorter type than now.
+        if name in precise and parameter.dtype == precise[name].dtype:
+            sharding.fill(parameter, point.cut(MASTER_NAME, precise[name], parameter, in_place=True))
+    if zero is not None:
+        zero.restore_parameters(point, sources)
+
+
+def _load(model: torch.nn.Module, point: RestorePoint, place: Callable[[Any], Any]) -> None:
+    whole = point.model_state()
+    # `state_dict` also shards again what an evaluation has left whole.
+    live = model.state_dict()
+    cut = {name: point.cut(MODEL_NAME, value, live.get(name), in_place=True) for name, value in whole.items()}
+    # Parameters and buffers are copied into. A module may keep anything else, so that must not be the checkpoint's.
+    copied = _copied_into(model)
+    cut |= {name: value.clone() for name, value in cut.items() if name not in copied}
+    state: dict[str, Any] = place(cut)
+    state |= _extra_state(point)
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        raise _misfit(point, str(error)) from None
+
+
+def _fill(model: torch.nn.Module, point: RestorePoint, *, is_stage: bool) -> dict[str, torch.Tensor]:
+    """Copy the weights into a model of whose parameters each rank may hold a fragment; return them."""
+    whole = point.model_state()
+    live = model.state_dict(keep_vars=True)
+    extra = {name for name, value in live.items() if not isinstance(value, torch.Tensor)}
+    names = live.keys() - extra
+    if is_stage:
+        whole = {name: value for name, value in whole.items() if name in names}
+    if names != whole.keys():
+        missing, unknown = sorted(names - whole.keys()), sorted(whole.keys() - names)
+        raise _misfit(point, f"it lacks {missing[:3]}, and has {unknown[:3]} besides")
+    for name, value in whole.items():
+        if sharding.shape_of(live[name]) != tuple(value.shape):
+            shapes = f"{tuple(value.shape)}, here {sharding.shape_of(live[name])}"
+            raise _misfit(point, f"the shape of {name} is {shapes}")
+    copied, made = _copied_into(model), dict[str, Any]()
+    for name, value in whole.items():
+        cut = point.cut(MODEL_NAME, value, live[name], in_place=True)
+        if name in copied:
+            sharding.fill(live[name], cut)
+        else:
+            # What `get_extra_state` has made is no part of the module: it is handed back.
+            made[name] = cut.clone()
+    found = {name: value for name, value in _extra_state(point).items() if name in live}
+    if lacking := sorted(extra - found.keys()):
+        # Earlier releases kept that of the first stage only.
+        logger.warning("%s holds no extra state of %s, which begin with a new one", point.place, ", ".join(lacking[:3]))
+    if made := made | found:
+        model.load_state_dict(made, strict=False)
+    return whole
+
+
+def _extra_state(point: RestorePoint) -> dict[str, Any]:
+    """Return what modules have returned from `get_extra_state`, by name: this rank's own first, then the first rank's.
+
+    Raises:
+        InvalidCheckpoint: A file cannot be parsed.
+    """
+    found: dict[str, Any] = {}
+    everyones = [rank_object_name(EXTRA_STATE_NAME, rank) for rank in reversed(range(point.world_size))]
+    for name in [*everyones, EXTRA_STATE_NAME, point.own_name(EXTRA_STATE_NAME)]:
+        if point.has(name):
+            found |= point.own_object(name)
+    return found
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether several elements are one in memory, to which torch does not write."""
+    return tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _copied_into(model: torch.nn.Module) -> set[str]:
+    """Return the names of what a load copies into, as in state dicts, whose names wrappers may change."""
+    owned = {id(value) for value in (*model.parameters(), *model.buffers())}
+    return {name for name, value in model.state_dict(keep_vars=True).items() if id(value) in owned}
+
+
+def _misfit(point: RestorePoint, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{point.place} does not fit this model: {reason.rstrip('. ')}. Use the model that wrote it, or another "
+        "output_dir."
+    )

@@ -1,0 +1,38 @@
+"""A lock that says who holds it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from checkpointing.host.locking import holder, is_elsewhere, open_lock, this_machine, try_lock, wait_for_lock
+
+
+def test_one_holder_at_a_time_and_its_name(tmp_path: Path) -> None:
+    first, second = open_lock(tmp_path / "lock"), open_lock(tmp_path / "lock")
+    assert holder(first) == "unknown"
+    assert try_lock(first) and not try_lock(second)
+    assert holder(second) == f"pid {os.getpid()} on {this_machine()}"
+    os.close(first)
+    assert try_lock(second)
+    os.close(second)
+
+
+def test_a_lock_is_taken_as_soon_as_it_is_free(tmp_path: Path) -> None:
+    first, second = open_lock(tmp_path / "lock"), open_lock(tmp_path / "lock")
+    assert try_lock(first)
+    waiter = threading.Thread(target=wait_for_lock, args=(second,))
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    os.close(first)
+    waiter.join(60)
+    assert not waiter.is_alive()
+    os.close(second)
+
+
+def test_a_holder_is_here_or_on_another_machine() -> None:
+    assert not is_elsewhere(f"pid 7 on {this_machine()}")
+    assert is_elsewhere("pid 7 on another (boot 1)")
+    assert not is_elsewhere("unknown")

@@ -1,0 +1,95 @@
+"""Positions in data loaders: saved together with a step, and resumed from."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from checkpointing.data.cursor import LoaderCursor
+from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.torch_files import torch_bytes
+from checkpointing.manager.data_positions import DataPositions
+from checkpointing.process.ranks import Ranks
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(6)), batch_size=2, shuffle=True)
+
+
+def drawn(positions: DataPositions, count: int, generator: torch.Tensor | None = None) -> list[list[int]]:
+    torch.manual_seed(3)
+    if generator is not None:
+        torch.random.set_rng_state(generator)
+    return [batch.tolist() for (batch,) in itertools.islice(positions.batches(loader()), count)]
+
+
+def point(files: dict[str, bytes], world_size: int = 1) -> RestorePoint:
+    return RestorePoint(
+        "/runs/checkpoint-4",
+        step=4,
+        world_size=world_size,
+        samples_consumed=8,
+        files={name: memoryview(bytearray(data)) for name, data in files.items()},
+        path=None,
+        private=True,
+    )
+
+
+def test_batches_continue_where_the_checkpoint_was_made() -> None:
+    whole = drawn(DataPositions(Ranks()), 9)
+    # Across the end of an epoch, which has three batches.
+    before, after = DataPositions(Ranks()), DataPositions(Ranks())
+    assert drawn(before, 4) == whole[:4]
+    files, generator = {name: write() for name, write in before.files().items()}, torch.random.get_rng_state()
+    after.restore(point(files))
+    assert drawn(after, 5, generator) == whole[4:]
+
+
+def test_nothing_is_saved_where_no_loader_is_followed() -> None:
+    positions = DataPositions(Ranks())
+    assert positions.files() == {} and positions.read(point({})) == []
+    drawn(positions, 1)
+    assert len(positions.files()) == 1
+    positions.forget()
+    assert positions.files() == {}
+
+
+def test_a_rank_that_is_new_takes_rank_0s_positions() -> None:
+    written = DataPositions(Ranks())
+    drawn(written, 1)
+    files = {name: write() for name, write in written.files().items()}
+    assert len(DataPositions(Ranks(1, 2)).read(point(files))) == 1
+
+
+def test_ranks_that_draw_the_same_samples_save_once_and_are_found_on_another_mesh() -> None:
+    """Two tensor parallel groups were resumed by two ranks of which the second read the first group's position."""
+    files: dict[str, bytes] = {}
+    for rank in range(4):
+        positions = DataPositions(Ranks(rank, 4))
+        cursor = LoaderCursor(loader(), seed=0, rank=rank // 2)
+        positions.follow(cursor, group_size=2)
+        cursor.set_epoch(rank // 2)
+        found = {name: write() for name, write in positions.files().items()}
+        assert list(found) == ([f"data_state_{rank // 2}.pth"] if rank % 2 == 0 else [])
+        files |= found
+    for rank, group_size in ((1, 1), (2, 2), (3, 2)):
+        reader = DataPositions(Ranks(rank, 2 * group_size))
+        reader.follow(LoaderCursor(loader(), seed=0, rank=1), group_size)
+        assert [position["epoch"] for position in reader.read(point(files))] == [1]
+
+
+def test_a_file_that_holds_no_positions_is_refused() -> None:
+    written = DataPositions(Ranks())
+    drawn(written, 1)
+    (name,) = written.files()
+    with pytest.raises(InvalidCheckpoint, match=name):
+        written.read(point({name: torch_bytes({"no": "list"})}))
+    written.restore(point({name: torch_bytes([{"epoch": "text"}])}))
+    written.forget()
+    with pytest.raises(CheckpointError, match=r"position in .* cannot be parsed"):
+        drawn(written, 1)

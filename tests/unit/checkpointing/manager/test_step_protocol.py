@@ -1,0 +1,100 @@
+"""What is due at a step boundary, for a single rank: an exchange is read at the next step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from checkpointing.host.heartbeat import CommitReport
+from checkpointing.manager import step_protocol
+from checkpointing.manager.step_protocol import Due, Measured, StepProtocol
+from checkpointing.process.flag_sync import FlagSync
+from checkpointing.snapshot.cadence import Cadence, CadenceClock
+
+
+class Rank:
+    """One rank's protocol, and what it decides by."""
+
+    def __init__(self, cadence: Cadence, *, is_first: bool = True) -> None:
+        self.stop, self.last_commit, self.committed = False, CommitReport(), set[int]()
+        self.protocol = StepProtocol(
+            FlagSync(None),
+            CadenceClock(cadence, self.now),
+            is_first=is_first,
+            stop_wanted=lambda: self.stop,
+            measure=lambda: Measured(0.01, False, self.last_commit),
+            is_committed=self.committed.__contains__,
+        )
+
+    now = 0.0
+
+    def step(self, number: int, seconds: float = 2.0) -> Due:
+        Rank.now += seconds
+        return self.protocol.end_of_step(number)
+
+
+@pytest.fixture(autouse=True)
+def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    Rank.now = 100.0
+    monkeypatch.setattr(step_protocol, "time", SimpleNamespace(monotonic=lambda: Rank.now))
+
+
+def test_what_goes_by_steps_is_due_at_once() -> None:
+    rank = Rank(Cadence(snapshot_steps=2, save_steps=4))
+    assert [rank.step(number) for number in (1, 2, 3, 4)] == [
+        Due(),
+        Due(snapshot=True),
+        Due(),
+        Due(snapshot=True, save=True),
+    ]
+
+
+def test_what_goes_by_time_is_due_a_step_after_rank_0_asked_for_it() -> None:
+    rank = Rank(Cadence(save_minutes=0.1))
+    dues = [rank.step(number) for number in range(1, 5)]
+    assert dues == [Due(), Due(), Due(), Due(save=True)]
+    rank.protocol.saved(commit=True)
+    # Asked for again in the exchange that was under way, and by then no more.
+    assert [rank.step(number).save for number in range(5, 8)] == [True, False, False]
+
+
+def test_only_rank_0_goes_by_its_clock() -> None:
+    rank = Rank(Cadence(save_minutes=0.1), is_first=False)
+    assert [rank.step(number) for number in range(1, 9)] == [Due()] * 8
+
+
+def test_a_request_to_stop_is_agreed_on_by_the_next_step() -> None:
+    rank = Rank(Cadence(), is_first=False)
+    rank.stop = True
+    assert [rank.step(1).stop, rank.step(2).stop] == [False, True]
+
+
+def test_between_steps_a_stop_is_agreed_on_by_the_next_call() -> None:
+    rank = Rank(Cadence())
+    rank.stop = True
+    assert [rank.protocol.agree_to_stop(), rank.protocol.agree_to_stop()] == [False, True]
+    rank.protocol.drain()
+
+
+def test_short_steps_exchange_once_a_second() -> None:
+    rank = Rank(Cadence())
+    for number in range(1, 21):
+        rank.step(number, seconds=0.1)
+    rank.stop = True
+    num_steps = next(number for number in range(1, 30) if rank.step(20 + number, seconds=0.1).stop)
+    # Up to ten until the next exchange, and one to read it.
+    assert 2 <= num_steps <= 11
+
+
+@pytest.mark.parametrize(
+    ("last", "committed", "answer"),
+    [(10, {10}, Due(committed=True)), (15, {10, 15}, Due(committed=True)), (15, {15}, Due(not_committed=True))],
+)
+def test_who_awaits_a_commit_is_answered_once(last: int, committed: set[int], answer: Due) -> None:
+    rank = Rank(Cadence())
+    rank.protocol.awaited = 10
+    assert [rank.step(1), rank.step(2)] == [Due(), Due()]
+    rank.last_commit = CommitReport(last)
+    rank.committed.update(committed)
+    assert [rank.step(number) for number in (3, 4, 5, 6)] == [Due(), answer, Due(), Due()]
