@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 
 STEP, SAMPLES = 20, 80
 
 
-def point(name: str, data: bytes, step: int = STEP) -> RestorePoint:
+def point(name: str, data: bytes, step: int = STEP) -> LoadedCheckpoint:
     """Return the restore point of a step; every step has four samples."""
     files = {name: memoryview(bytearray(data))}
-    return RestorePoint(
+    return LoadedCheckpoint(
         f"/runs/checkpoint-{step}",
         step=step,
         world_size=1,

@@ -1,4 +1,4 @@
-"""A small training with a Snapshotter and no agent, for tests that change its state at awkward moments."""
+"""A small training with a SnapshotSchedule and no agent, for tests that change its state at awkward moments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from checkpointing.process.pinning import Pinning
 from checkpointing.process.ranks import Ranks
 from checkpointing.process.trees import tensors_in
 from checkpointing.snapshot.request import Request
-from checkpointing.snapshot.schedule import Snapshotter
+from checkpointing.snapshot.schedule import SnapshotSchedule
 from checkpointing.state.train_state import TrainState
 
 Tensors = list[torch.Tensor]
@@ -134,7 +134,7 @@ class SmallTraining:
         self.train_state = TrainState(self.model, self.optimizer, scaler=scaler, states={"average": self.average})
         client: Any = self.arenas
         tiers: Any = None
-        self.snapshotter = Snapshotter(
+        self.snapshotter = SnapshotSchedule(
             client,
             tiers,
             ranks or Ranks(),

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from checkpointing.commit.replicated_save import Split
-from checkpointing.commit.sharded_save import Begun, Together
+from checkpointing.commit.replicated_save import ReplicatedSave
+from checkpointing.commit.sharded_save import Begun, ShardedSave
 from checkpointing.format.digest import PART_BYTES
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import ShardParts
@@ -89,9 +89,9 @@ class Arena:
     not_finite: tuple[str, ...] = ()
     info: SnapshotInfo | None = None
     files: list[tuple[str, int, int]] = field(default_factory=list)
-    together: Together | None = None
+    together: ShardedSave | None = None
     begun: Callable[[], Begun] | None = None
-    split: Split | None = None
+    split: ReplicatedSave | None = None
     digests: dict[str, str] = field(default_factory=dict)
     parts: dict[str, ShardParts] = field(default_factory=dict)
     digested: threading.Event = field(default_factory=threading.Event)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from checkpointing.agent.events import Event, StageEntered
 from checkpointing.agent.resumption import Resumption
 from checkpointing.agent.scheduler import Scheduler
-from checkpointing.agent.stage_workers import StageWorkers
-from checkpointing.commit.training_stage import Stage
+from checkpointing.agent.writers import Writers
+from checkpointing.commit.training_stage import TrainingStage
 from checkpointing.host.heartbeat import CommitReport, ControlPage
 
 
@@ -22,7 +22,7 @@ class CurrentAttempt:
 
     def __init__(
         self,
-        workers: StageWorkers,
+        workers: Writers,
         scheduler: Scheduler,
         resumption: Resumption,
         control: ControlPage,
@@ -58,7 +58,7 @@ class CurrentAttempt:
         self.control.stop_requested = False
         self.control.clear()
 
-    def enter(self, stage: Stage, *, fetch: bool) -> None:
+    def enter(self, stage: TrainingStage, *, fetch: bool) -> None:
         """Begin another training of this run: its checkpoints are kept apart from those before it.
 
         Nothing of the stage before is unfinished: its ranks have waited for their last commit.

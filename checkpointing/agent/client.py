@@ -17,10 +17,10 @@ from checkpointing.agent import protocol
 from checkpointing.agent.events import Event
 from checkpointing.agent.options import EXIT_DELAYED, AgentOptions
 from checkpointing.agent.protocol import Guest, Message, Refusal
-from checkpointing.commit.replicated_save import Split
+from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.retention import Retention
-from checkpointing.commit.sharded_save import Together
-from checkpointing.commit.training_stage import FIRST_STAGE, Stage
+from checkpointing.commit.sharded_save import ShardedSave
+from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
 from checkpointing.errors import AgentDelayed, AgentUnavailable, StorageUnreachable, may_pass
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import shard_rank
@@ -166,7 +166,7 @@ class AgentClient:
         local_world_size: int,
         *,
         fetch: bool = True,
-        stage: Stage = FIRST_STAGE,
+        stage: TrainingStage = FIRST_STAGE,
         on_read: Callable[[SharedMemory], None] = lambda _: None,
         on_reserved: Callable[[SharedMemory], None] = lambda _: None,
         on_detach: Callable[[SharedMemory], None] = lambda _: None,
@@ -272,8 +272,8 @@ class AgentClient:
         *,
         metrics: Mapping[str, float] | None = None,
         commit: bool = True,
-        together: Together | None = None,
-        split: Split | None = None,
+        together: ShardedSave | None = None,
+        split: ReplicatedSave | None = None,
         receives: bool = False,
         words: tuple[int, int] | None = None,
         not_finite: Sequence[str] = (),

@@ -19,7 +19,7 @@ from checkpointing.agent.reporting import Clock, progress_reporter, text_of
 from checkpointing.agent.results import Report, SharesWritten
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.reading import pieces_of
-from checkpointing.commit.replicated_save import Split, SplitSave, write_portion
+from checkpointing.commit.replicated_save import ReplicatedSave, SplitSave, write_portion
 from checkpointing.commit.retention import Retention, steps_to_remove
 from checkpointing.commit.sharded_save import Begun, begin_together, write_shards
 from checkpointing.commit.tiers import Tiers
@@ -89,7 +89,7 @@ class Publisher:
         # Step and attempt of the checkpoints that were read back from the durable tier.
         self._proven: set[tuple[int, int]] = set()
 
-    def commit(self, arena: Arena, storage: Storage, split: Split | None = None) -> Outcome:
+    def commit(self, arena: Arena, storage: Storage, split: ReplicatedSave | None = None) -> Outcome:
         """Publish an arena's snapshot, once its attempt has begun. Its digests are awaited file by file.
 
         Args:
@@ -198,7 +198,7 @@ class Publisher:
         self._fencer.begin_at_durable_tier()
         return begin_together(self._tiers.durable, arena.info, arena.together)
 
-    def write_portion(self, arena: Arena, split: Split) -> None:
+    def write_portion(self, arena: Arena, split: ReplicatedSave) -> None:
         """Write this node's parts of a snapshot that another node commits, which does without where that fails."""
         assert arena.info is not None
         durable, attempt = self._tiers.durable, arena.info.attempt
@@ -420,7 +420,7 @@ def _shards(arena: Arena) -> list[HeldFile]:
     ]
 
 
-def _files_of(arena: Arena, split: Split) -> list[HeldFile]:
+def _files_of(arena: Arena, split: ReplicatedSave) -> list[HeldFile]:
     """Return the files in an arena that several nodes write."""
     return [
         HeldFile(name, arena.view(offset, size), functools.partial(_parts_of, arena, name))

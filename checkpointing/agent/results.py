@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.events import Event, StepEvent
-from checkpointing.commit.training_stage import Stage
+from checkpointing.commit.training_stage import TrainingStage
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ Report = Callable[[Result, Arena | None], None]
 R = TypeVar("R")
 
 
-def stamped(result: R, stage: Stage) -> R:
+def stamped(result: R, stage: TrainingStage) -> R:
     """Return a result with the stage that it belongs to, if it concerns a step.
 
     The run's first stage has no name, and its steps are those of the run: nothing is added.
@@ -57,7 +57,7 @@ def stamped(result: R, stage: Stage) -> R:
     return dataclasses.replace(result, stage=stage.name, run_step=result.step + stage.steps_before)
 
 
-def stamped_announcement(announced: dict[str, Any], stage: Stage) -> dict[str, Any]:
+def stamped_announcement(announced: dict[str, Any], stage: TrainingStage) -> dict[str, Any]:
     """Return what a rank announced with the stage that it belongs to; its contents mean nothing to the agent."""
     if not stage.name:
         return announced

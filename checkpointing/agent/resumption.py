@@ -11,7 +11,7 @@ from checkpointing.agent.events import Event, SnapshotDamaged, SnapshotDropped
 from checkpointing.agent.fencing import Fencing
 from checkpointing.agent.results import stamped
 from checkpointing.agent.scheduler import Scheduler
-from checkpointing.agent.stage_workers import StageWorkers
+from checkpointing.agent.writers import Writers
 from checkpointing.commit.catalog import CatalogEntry
 from checkpointing.format.manifest import Manifest
 from checkpointing.host.shared_memory import place_on_pages
@@ -21,7 +21,7 @@ class Resumption:
     """Used by the agent's main thread alone."""
 
     def __init__(
-        self, pool: ArenaPool, scheduler: Scheduler, workers: StageWorkers, publish: Callable[[Event], None]
+        self, pool: ArenaPool, scheduler: Scheduler, workers: Writers, publish: Callable[[Event], None]
     ) -> None:
         """Create it.
 

@@ -21,9 +21,9 @@ from checkpointing.agent.events import (
 from checkpointing.agent.protocol import Guest, Refusal
 from checkpointing.agent.reporting import Clock
 from checkpointing.agent.results import Result, SharesWritten, stamped
-from checkpointing.agent.stage_workers import StageWorkers
-from checkpointing.commit.replicated_save import Split
-from checkpointing.commit.sharded_save import Together
+from checkpointing.agent.writers import Writers
+from checkpointing.commit.replicated_save import ReplicatedSave
+from checkpointing.commit.sharded_save import ShardedSave
 from checkpointing.format.manifest import SnapshotInfo
 
 
@@ -61,8 +61,8 @@ class SnapshotContent:
     info: SnapshotInfo
     files: list[tuple[str, int, int]]
     commit: bool
-    together: Together | None = None
-    split: Split | None = None
+    together: ShardedSave | None = None
+    split: ReplicatedSave | None = None
 
 
 class Scheduler:
@@ -77,7 +77,7 @@ class Scheduler:
     def __init__(
         self,
         pool: ArenaPool,
-        workers: StageWorkers,
+        workers: Writers,
         publish: Callable[[Event], None],
         *,
         duty: Duty,

@@ -35,13 +35,13 @@ from checkpointing.agent.protocol import Guest, Message, Refusal
 from checkpointing.agent.results import FenceAnswered, Result, stamped_announcement
 from checkpointing.agent.resumption import Resumption, described
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
-from checkpointing.agent.stage_workers import MakeWorker, StageWorkers
-from checkpointing.agent.storage_worker import StorageWorker
-from checkpointing.commit.replicated_save import Split
+from checkpointing.agent.writer import Writer
+from checkpointing.agent.writers import MakeWorker, Writers
+from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.retention import Retention
-from checkpointing.commit.sharded_save import Together
+from checkpointing.commit.sharded_save import ShardedSave
 from checkpointing.commit.tiers import Tiers
-from checkpointing.commit.training_stage import Stage
+from checkpointing.commit.training_stage import TrainingStage
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.host.heartbeat import CommitReport, ControlPage
 
@@ -67,8 +67,8 @@ class Agent:
         self.wakeup_fd = self._results.wakeup_fd
         self._connections = Connections(listener, self._results, on_abandoned=self._end)
         if make_worker is None:
-            make_worker = functools.partial(StorageWorker, duty=self._duty, local_retention=options.local_retention)
-        self._workers = StageWorkers(tiers, lambda result, arena: self._results.post((result, arena)), make_worker)
+            make_worker = functools.partial(Writer, duty=self._duty, local_retention=options.local_retention)
+        self._workers = Writers(tiers, lambda result, arena: self._results.post((result, arena)), make_worker)
         self._pool = ArenaPool(
             options.memory_limit, lambda number, reason: self._publish(MemoryShort(arenas=number, reason=reason))
         )
@@ -190,7 +190,7 @@ class Agent:
                 self._connections.send(client, {"error": error})
                 return
             self._attempt.begin(attempt, fetch=fetch)
-            self._attempt.enter(Stage(**message["stage"]), fetch=fetch)
+            self._attempt.enter(TrainingStage(**message["stage"]), fetch=fetch)
             client.attempt = attempt
             client.local_rank = message["local_rank"]
             client.stage = self._workers.stage.name
@@ -328,13 +328,13 @@ def _content(message: Message, run_id: str, attempt: int) -> SnapshotContent:
     return SnapshotContent(info, files, bool(message["commit"]), together, split)
 
 
-def _together(message: Message) -> Together:
-    return Together(str(message["identity"]), tuple(map(str, message["shards"])), bool(message["in_memory"]))
+def _together(message: Message) -> ShardedSave:
+    return ShardedSave(str(message["identity"]), tuple(map(str, message["shards"])), bool(message["in_memory"]))
 
 
-def _split(message: Message) -> Split:
+def _split(message: Message) -> ReplicatedSave:
     files = tuple(map(str, message["files"]))
-    return Split(str(message["identity"]), int(message["node"]), int(message["nodes"]), files)
+    return ReplicatedSave(str(message["identity"]), int(message["node"]), int(message["nodes"]), files)
 
 
 def _unsent(arenas: Sequence[Arena], client: Client) -> list[int]:

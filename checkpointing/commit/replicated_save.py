@@ -49,7 +49,7 @@ _BEGUN = ".split.json"
 
 
 @dataclass(frozen=True)
-class Split:
+class ReplicatedSave:
     """Which of the nodes of a save this one is.
 
     Attributes:
@@ -67,7 +67,7 @@ class Split:
     @classmethod
     def between(
         cls, ranks: Sequence[tuple[int, bool]], own: int, identity: str, files: tuple[str, ...]
-    ) -> Split | None:
+    ) -> ReplicatedSave | None:
         """Divide a save among the nodes that hold the snapshot.
 
         Args:
@@ -104,7 +104,7 @@ def _note_of(node: int) -> str:
 def write_portion(
     storage: Storage,
     info: SnapshotInfo,
-    split: Split,
+    split: ReplicatedSave,
     files: Sequence[HeldFile],
     is_wanted: Callable[[], bool] = lambda: True,
     *,
@@ -177,7 +177,7 @@ class SplitSave:
 
     def __init__(
         self,
-        split: Split,
+        split: ReplicatedSave,
         files: Sequence[HeldFile],
         *,
         clock: Callable[[], float] = time.monotonic,

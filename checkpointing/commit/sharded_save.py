@@ -45,7 +45,7 @@ _SHARED_QUESTION = (
 
 
 @dataclass(frozen=True)
-class Together:
+class ShardedSave:
     """A save that several nodes write.
 
     Attributes:
@@ -69,12 +69,12 @@ class Begun:
         file: What says so, which is part of the checkpoint.
     """
 
-    together: Together
+    together: ShardedSave
     transaction: Transaction
     file: FileEntry
 
 
-def begin_together(storage: Storage, info: SnapshotInfo, together: Together) -> Begun:
+def begin_together(storage: Storage, info: SnapshotInfo, together: ShardedSave) -> Begun:
     """Let the other nodes write.
 
     Raises:
@@ -98,7 +98,7 @@ def begin_together(storage: Storage, info: SnapshotInfo, together: Together) -> 
 def write_shards(
     storage: Storage,
     info: SnapshotInfo,
-    together: Together,
+    together: ShardedSave,
     shards: Sequence[HeldFile],
     *,
     clock: Callable[[], float] = time.monotonic,

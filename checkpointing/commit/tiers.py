@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.training_stage import FIRST_STAGE, Stage
+from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
 from checkpointing.storage import Storage, open_storage
 
 LOCAL, REMOTE = "local", "remote"
@@ -40,13 +40,13 @@ class Tiers:
         """The checkpoints of all tiers."""
         return Catalog(*self.nearest_first)
 
-    def inside(self, stage: Stage) -> Tiers:
+    def inside(self, stage: TrainingStage) -> Tiers:
         """Return the tiers of one of the run's stages."""
         local = stage.inside(self.local.location) if self.local is not None else None
         return open_tiers(stage.inside(self.durable.location), local)
 
     @property
-    def stages(self) -> list[tuple[Stage, Tiers]]:
+    def stages(self) -> list[tuple[TrainingStage, Tiers]]:
         """The run's stages after its first one, in order, with their tiers.
 
         Raises:
@@ -54,7 +54,7 @@ class Tiers:
         """
         found = []
         for name in self.durable.sidecars.sizes("stage-"):
-            stage = Stage.from_json(self.durable.sidecars.read(name))
+            stage = TrainingStage.from_json(self.durable.sidecars.read(name))
             if stage is not None:
                 found.append((stage, self.inside(stage)))
         return sorted(found, key=lambda item: item[0].number)

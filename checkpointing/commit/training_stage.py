@@ -1,4 +1,4 @@
-"""Stages: several trainings one after the other in one process, each with checkpoints of its own."""
+"""TrainingStages: several trainings one after the other in one process, each with checkpoints of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STAGE_NAME = re.compile(r"stage-([2-9]|[1-9][0-9]{1,8})(?:-[A-Za-z0-9_.-]{1,60})
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """One training of a run.
 
     Attributes:
@@ -36,7 +36,7 @@ class Stage:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Stage | None:
+    def from_json(cls, data: bytes) -> TrainingStage | None:
         """Parse what `to_json` returned; None for anything else."""
         try:
             body = json.loads(data)
@@ -48,10 +48,10 @@ class Stage:
         return stage if named and all(type(n) is int and 0 <= n < 2**63 for n in counts) else None
 
 
-FIRST_STAGE = Stage()
+FIRST_STAGE = TrainingStage()
 
 
-class Stages:
+class TrainingStages:
     """The stages of one process. A script that is restarted enters them in the same order."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Stages:
         self._steps: dict[tuple[str, int], int] = {}
         self._finished: Counter[str] = Counter()
 
-    def enter(self, location: str, *, supervised: bool) -> Stage:
+    def enter(self, location: str, *, supervised: bool) -> TrainingStage:
         """Return the stage of a training.
 
         A location that is used again is the same stage, unless its training has finished: then it is a new one.
@@ -79,12 +79,12 @@ class Stages:
         before = sum(self._steps.get(earlier, 0) for earlier in self._entered[:index])
         if not supervised:
             number = key[1] + 1
-            return Stage(f"stage-{number}" if number > 1 else "", number, before)
+            return TrainingStage(f"stage-{number}" if number > 1 else "", number, before)
         number = index + 1
         if number == 1:
             return FIRST_STAGE
         words = _NOT_IN_NAMES.sub("-", location.rstrip("/").rpartition("/")[2]).strip("-.")[:_LONGEST_NAME]
-        return Stage(f"stage-{number}-{words}" if words else f"stage-{number}", number, before)
+        return TrainingStage(f"stage-{number}-{words}" if words else f"stage-{number}", number, before)
 
     def leave(self, location: str, step: int, *, finished: bool) -> None:
         """Note that a training has ended after `step`; once it is finished, the next one there is a new stage."""
@@ -95,4 +95,4 @@ class Stages:
 
 
 # A process is one script.
-STAGES = Stages()
+STAGES = TrainingStages()

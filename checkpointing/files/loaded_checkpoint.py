@@ -31,11 +31,11 @@ from checkpointing.format.layout import (
 from checkpointing.process import rng
 from checkpointing.process.trees import replaced
 
-# Larger files are not written to the directory that `RestorePoint.directory` makes of a snapshot.
+# Larger files are not written to the directory that `LoadedCheckpoint.directory` makes of a snapshot.
 SMALL_BYTES = 64 * 1024 * 1024
 
 
-class RestorePoint:
+class LoadedCheckpoint:
     """A state whose bytes have been read and verified. It is parsed without running code from it.
 
     Attributes:

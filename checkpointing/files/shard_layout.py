@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpointing.commit.sharded_save import Together
+from checkpointing.commit.sharded_save import ShardedSave
 from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import Extent, FileImage
 from checkpointing.format.shard_index import ALIGNMENT, Piece, ShardIndex, SpreadFile, shard_name
@@ -58,7 +58,7 @@ class ShardLayout:
         self._gaps: list[tuple[int, int]] = []
         self._num_common = 0
 
-    def lay_out(self, images: Sequence[FileImage]) -> tuple[list[FileImage], bytes, Together]:
+    def lay_out(self, images: Sequence[FileImage]) -> tuple[list[FileImage], bytes, ShardedSave]:
         """Pack this rank's share.
 
         Args:
@@ -92,7 +92,7 @@ class ShardLayout:
         shards = [own if rank == ranks.rank else FileImage(shard_name(rank), self.sizes[rank]) for rank in local]
         identity = ranks.broadcast(uuid.uuid4().hex[:12])
         names = tuple(map(shard_name, range(ranks.world_size)))
-        return shards, self._index_file, Together(identity, names, self._num_common <= _MOST_COMMON_BYTES)
+        return shards, self._index_file, ShardedSave(identity, names, self._num_common <= _MOST_COMMON_BYTES)
 
     def _place(self, images: Sequence[FileImage], holdings: Sequence[_Holding]) -> None:
         """Agree with all ranks on where everything is."""

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from checkpointing.commit.retention import RetentionOptions
 from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST
 from checkpointing.errors import CheckpointError, Preempted
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
 from checkpointing.lightning.data import FollowedLoaders
 from checkpointing.lightning.loop_state import LoopState
@@ -90,7 +90,7 @@ class ResilientCheckpoint(Checkpoint):
         self._loop: LoopState
         self._loaders: FollowedLoaders
         # The checkpoint that training resumes from, until its first batch is drawn.
-        self._pending: RestorePoint | None = None
+        self._pending: LoadedCheckpoint | None = None
         self._due: Due | None = None
         self._global_step = 0
         self._metrics: dict[str, float] = {}
@@ -144,7 +144,7 @@ class ResilientCheckpoint(Checkpoint):
         self._handlers = {number: signal.getsignal(number) for number in stop_signal.SIGNALS}
         warn_of_draws(pl_module)
 
-    def _restore_training(self, point: RestorePoint) -> None:
+    def _restore_training(self, point: LoadedCheckpoint) -> None:
         assert self._manager is not None
         self._manager.restore_optimizer(point)
         if self._loop.ended:

@@ -15,7 +15,7 @@ from checkpointing.data.dealing import Dealing
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.position import Position
 from checkpointing.errors import CheckpointError
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.torch_files import torch_bytes
 from checkpointing.host.environment import rank_settings
 from checkpointing.process import rng
@@ -75,7 +75,7 @@ class DataPositions:
         positions = [cursor.state() for cursor in self._cursors]
         return {state_name(*self._place): functools.partial(torch_bytes, positions)} if self._saves else {}
 
-    def read(self, point: RestorePoint) -> list[Any]:
+    def read(self, point: LoadedCheckpoint) -> list[Any]:
         """Return the positions that a checkpoint holds for this rank or, where it has none, for rank 0.
 
         Raises:
@@ -91,7 +91,7 @@ class DataPositions:
                 raise ValueError("not a list of positions")
             return found
 
-    def restore(self, point: RestorePoint) -> None:
+    def restore(self, point: LoadedCheckpoint) -> None:
         """Have `batches` start from the positions in a checkpoint."""
         self._restored, self._restored_ranks = self.read(point), point.world_size
 

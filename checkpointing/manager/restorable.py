@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from checkpointing.errors import CommitFailed
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.heartbeat import Phase
 from checkpointing.manager.agent_connection import AgentConnection
 from checkpointing.manager.data_positions import DataPositions
@@ -19,10 +19,10 @@ from checkpointing.manager.heartbeat_writer import HeartbeatWriter
 from checkpointing.manager.options import Options
 from checkpointing.process.ranks import Ranks
 from checkpointing.resume.restorer import Restorer, check_nothing_in_the_way, restore_generators
-from checkpointing.snapshot.schedule import Snapshotter
+from checkpointing.snapshot.schedule import SnapshotSchedule
 from checkpointing.state.adapter import Adapter
 from checkpointing.state.ddp_buckets import DdpBuckets
-from checkpointing.state.pipeline import Stages
+from checkpointing.state.pipeline import PipelineState
 from checkpointing.state.train_state import TrainState, hooks_with_memory
 from checkpointing.state.wrappers import is_wrapped, unwrapped
 from checkpointing.state.zero import ZeroState, is_engine
@@ -72,8 +72,8 @@ class RestorableTraining:
         return "_connection" in vars(self)
 
     @functools.cached_property
-    def _snapshotter(self) -> Snapshotter:
-        return Snapshotter(
+    def _snapshotter(self) -> SnapshotSchedule:
+        return SnapshotSchedule(
             self._connection.client,
             self._connection.tiers,
             self._copy_thread_ranks,
@@ -162,11 +162,11 @@ class RestorableTraining:
                 self._zero = ZeroState(model)
             model, optimizer = self._zero.module, self._zero
         zero = self._zero if optimizer is self._zero else None
-        stages = Stages(model, getattr(optimizer, "optimizer", optimizer), self._ranks) if pipeline else None
+        stages = PipelineState(model, getattr(optimizer, "optimizer", optimizer), self._ranks) if pipeline else None
         self._train_state = TrainState(model, optimizer, scheduler, scaler, dict(states or {}), adapter, zero, stages)
         self._buckets.track([model, optimizer, *self._train_state.states.values()])
 
-    def choose(self, *, on_device: bool | None = None) -> RestorePoint | None:
+    def choose(self, *, on_device: bool | None = None) -> LoadedCheckpoint | None:
         """Agree with all ranks on the checkpoint to resume from; None starts from the beginning.
 
         This changes no training state.
@@ -196,7 +196,7 @@ class RestorableTraining:
     def _is_on_device(self) -> bool:
         return self._train_state.model is not None and self._train_state.on_gpu
 
-    def starting_point(self) -> RestorePoint | None:
+    def starting_point(self) -> LoadedCheckpoint | None:
         """Read what `starting_folder` holds; None without one.
 
         Raises:
@@ -207,26 +207,26 @@ class RestorableTraining:
             return None
         return self._restorer.starting_point(folder, private=not self._is_on_device)
 
-    def restore_model(self, point: RestorePoint) -> None:
+    def restore_model(self, point: LoadedCheckpoint) -> None:
         """Load the weights; raises CheckpointError where the checkpoint is of another model."""
         self._snapshotter.settle()
         self._buckets.restore(point)
         self._restorer.load_model(self._train_state, point)
 
-    def restore_optimizer(self, point: RestorePoint) -> None:
+    def restore_optimizer(self, point: LoadedCheckpoint) -> None:
         """Load the state of optimizer, scheduler, scaler, and of the further `states`."""
         self._snapshotter.settle()
         self._restorer.load_optimizer(self._train_state, point)
 
-    def restore_states(self, point: RestorePoint, names: Set[str]) -> None:
+    def restore_states(self, point: LoadedCheckpoint, names: Set[str]) -> None:
         """Load some of the further `states` again, as `restore_optimizer` has done."""
         self._restorer.load_states(self._train_state, point, names)
 
-    def restore_rng(self, point: RestorePoint) -> None:
+    def restore_rng(self, point: LoadedCheckpoint) -> None:
         """Set this rank's generators; call it before the first batch is drawn."""
         restore_generators(point, self.rank, self.world_size)
 
-    def positions_in(self, point: RestorePoint) -> list[Any]:
+    def positions_in(self, point: LoadedCheckpoint) -> list[Any]:
         """Return the loaders' positions that a checkpoint holds; raises InvalidCheckpoint where it is damaged."""
         return self._positions.read(point)
 

@@ -18,7 +18,7 @@ from checkpointing.agent.events import CheckpointQuarantined, Event, Resumed
 from checkpointing.commit.catalog import Catalog
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import MODEL_NAME
 from checkpointing.format.manifest import MANIFEST_NAME
 from checkpointing.host.environment import read_patience_s
@@ -27,7 +27,7 @@ from checkpointing.resume.doubts import Condemned, Doubts
 from checkpointing.resume.memory_shards import HeldShards, newest_attempt, resumable, shares_by_step
 from checkpointing.resume.peer_state import Held, NoMemory, Offer, PeerState, held_by_nodes
 from checkpointing.resume.shard_exchange import connect
-from checkpointing.resume.verified_read import BufferCache, Shares, altered_files, read_verified
+from checkpointing.resume.verified_read import BufferCache, DigestShares, altered_files, read_verified
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER
 
@@ -74,7 +74,9 @@ class _Problem:
     damaged: bool = True
 
 
-def choose(tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *, private: bool) -> RestorePoint | None:
+def choose(
+    tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *, private: bool
+) -> LoadedCheckpoint | None:
     """Agree on the state to resume from; called by all ranks together.
 
     Rank 0 proposes the newest, in the nearest place that has it. Every rank reads and verifies the files that it will
@@ -87,7 +89,7 @@ def choose(tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *
         resume: "auto", "never", or a step.
         ranks: This rank, with a group that the training thread uses.
         client: Offers snapshots, and reports everything that is skipped.
-        private: Whether tensors must be the reader's own (see `RestorePoint`).
+        private: Whether tensors must be the reader's own (see `LoadedCheckpoint`).
 
     Returns:
         None where training starts from the beginning.
@@ -145,7 +147,7 @@ class _Choice:
         self._nodes = [offer.node for offer in offers]
         return resumable(shares, self._nodes, newest), max(saving for *_, saving in everyone)
 
-    def make(self) -> RestorePoint | None:
+    def make(self) -> LoadedCheckpoint | None:
         """Go through the candidates until all ranks can use one."""
         while True:
             proposal = self._ranks.broadcast(self._propose())
@@ -196,7 +198,7 @@ class _Choice:
                 storage = _storage_for(self._tiers, one.tier, one.step)
                 _quarantine(storage, one.step, one.text, self._client.announce)
 
-    def _read_snapshot(self, step: int) -> tuple[RestorePoint | None, _Problem | None]:
+    def _read_snapshot(self, step: int) -> tuple[LoadedCheckpoint | None, _Problem | None]:
         """Read a snapshot on all ranks; the nodes that hold it verify it, then it is sent to the others."""
         if step in self._in_shares:
             return self._read_share(step)
@@ -214,7 +216,7 @@ class _Choice:
         arrived, problem = self._read(None, received)
         return point or arrived, problem
 
-    def _read_share(self, step: int) -> tuple[RestorePoint | None, _Problem | None]:
+    def _read_share(self, step: int) -> tuple[LoadedCheckpoint | None, _Problem | None]:
         """Read a snapshot of which every node holds some shards at most, and let all ranks read all of these."""
         ranks, held, share = self._ranks, self._in_shares[step], self._offered.get(step)
         if share is not None:
@@ -235,7 +237,7 @@ class _Choice:
 
     def _read(
         self, storage: Storage | None, source: OfferedSnapshot | int | None, served: Collection[int] = ()
-    ) -> tuple[RestorePoint | None, _Problem | None]:
+    ) -> tuple[LoadedCheckpoint | None, _Problem | None]:
         """Read a candidate on all ranks; return this rank's, and the first problem that any rank has found.
 
         Args:
@@ -244,8 +246,8 @@ class _Choice:
             served: The shards in memory that this rank verifies.
         """
         ranks = self._ranks
-        shares = Shares(ranks.local_rank, ranks.local_world_size)
-        point: RestorePoint | None = None
+        shares = DigestShares(ranks.local_rank, ranks.local_world_size)
+        point: LoadedCheckpoint | None = None
         error: CheckpointError | None = None
         if source is not None:
             point, error = read_verified(

@@ -16,7 +16,7 @@ from checkpointing.agent.client import AgentClient
 from checkpointing.commit.retention import Retention, best_first
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.sharding import has_sharded
 from checkpointing.format.layout import OPTIMIZER_NAME
 from checkpointing.host.environment import rank_settings
@@ -48,11 +48,11 @@ class Restorer:
         self._resume, self._supervised = resume, supervised
         self.seconds = 0.0
 
-    def choose(self, *, private: bool) -> RestorePoint | None:
+    def choose(self, *, private: bool) -> LoadedCheckpoint | None:
         """Agree with all ranks on the state to resume from; None starts from the beginning.
 
         Args:
-            private: Whether tensors must be the reader's own; see `RestorePoint`.
+            private: Whether tensors must be the reader's own; see `LoadedCheckpoint`.
 
         Raises:
             NoValidCheckpoint: There are checkpoints, but none can be loaded.
@@ -64,12 +64,12 @@ class Restorer:
             print(f"checkpointing: resumed from step {point.step} ({point.place})", file=sys.stderr, flush=True)
         return point
 
-    def starting_point(self, folder: str, *, private: bool) -> RestorePoint:
+    def starting_point(self, folder: str, *, private: bool) -> LoadedCheckpoint:
         """Read a checkpoint of another run.
 
         Args:
             folder: Its folder.
-            private: Whether tensors must be the reader's own; see `RestorePoint`.
+            private: Whether tensors must be the reader's own; see `LoadedCheckpoint`.
 
         Raises:
             CheckpointError: This library did not write it, or it is damaged.
@@ -83,7 +83,7 @@ class Restorer:
         storage, step = found
         return read_checkpoint(storage, step, self._ranks.rank, self._ranks.world_size, private=private)
 
-    def load_model(self, train_state: TrainState, point: RestorePoint) -> None:
+    def load_model(self, train_state: TrainState, point: LoadedCheckpoint) -> None:
         """Load the weights.
 
         Raises:
@@ -92,7 +92,7 @@ class Restorer:
         with self._timed():
             train_state.restore_model(point, placer(train_state, self._ranks))
 
-    def load_optimizer(self, train_state: TrainState, point: RestorePoint) -> None:
+    def load_optimizer(self, train_state: TrainState, point: LoadedCheckpoint) -> None:
         """Load the state of optimizer, scheduler, scaler, and of the further states, after that of the model.
 
         Raises:
@@ -102,7 +102,7 @@ class Restorer:
             train_state.restore_optimizer(point, self._ranks.rank, placer(train_state, self._ranks))
             point.end_reading()
 
-    def load_states(self, train_state: TrainState, point: RestorePoint, names: Set[str]) -> None:
+    def load_states(self, train_state: TrainState, point: LoadedCheckpoint, names: Set[str]) -> None:
         """Load some of the further states again.
 
         Raises:
@@ -141,7 +141,7 @@ class Restorer:
                 return step
         return None
 
-    def _read_valid(self, step: int, *, alone: bool) -> RestorePoint | None:
+    def _read_valid(self, step: int, *, alone: bool) -> LoadedCheckpoint | None:
         """Read a checkpoint's model from the nearest tier that has it whole; all ranks together unless `alone`."""
         try:
             entries = [entry for entry in self._tiers.catalog.entries() if entry.step == step and entry.manifest]
@@ -173,7 +173,7 @@ class Restorer:
             self.seconds += time.monotonic() - began
 
 
-def restore_generators(point: RestorePoint, rank: int, world_size: int) -> None:
+def restore_generators(point: LoadedCheckpoint, rank: int, world_size: int) -> None:
     """Set this rank's random number generators; to the first rank's state where the checkpoint has none for this one.
 
     Scripts seed all ranks alike, and those that share layers (tensor parallelism) must draw the same: what is left of

@@ -14,7 +14,7 @@ from checkpointing.commit.reading import fault, private_memory, read_private, re
 from checkpointing.commit.shard_reading import Recorded, altered, recorded_files
 from checkpointing.data.cursor import state_name as data_state_name
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
-from checkpointing.files.loaded_checkpoint import SMALL_BYTES, RestorePoint
+from checkpointing.files.loaded_checkpoint import SMALL_BYTES, LoadedCheckpoint
 from checkpointing.files.spread_files import OnFault, open_share, open_spread
 from checkpointing.format.digest import ALGORITHM, algorithm_of, digest_of_parts, num_parts, part_digests
 from checkpointing.format.layout import (
@@ -63,7 +63,7 @@ class BufferCache:
         return memory if memory is not None and memory.nbytes == nbytes else None
 
 
-class Shares:
+class DigestShares:
     """The digests of those parts of large files that one rank of a node has computed.
 
     Args:
@@ -93,7 +93,7 @@ class Shares:
         return part_digests(data, numbers, num_threads)
 
 
-def altered_file(shares: Sequence[Shares]) -> str | None:
+def altered_file(shares: Sequence[DigestShares]) -> str | None:
     """Return what is wrong with the first file of which the ranks of a node have read other bytes; None with none."""
     for name, (recorded, count, _) in shares[0].files.items():
         digests: dict[int, bytes] = {}
@@ -105,7 +105,7 @@ def altered_file(shares: Sequence[Shares]) -> str | None:
     return None
 
 
-def altered_files(shares: Sequence[Shares]) -> Iterator[tuple[int, str]]:
+def altered_files(shares: Sequence[DigestShares]) -> Iterator[tuple[int, str]]:
     """Yield, by node, the number of its first rank and what is wrong with a file. `shares` are all ranks', by rank."""
     firsts = [number for number, one in enumerate(shares) if one.local_rank == 0]
     for first, end in itertools.pairwise([*firsts, len(shares)]):
@@ -139,7 +139,7 @@ class _Verifier:
     own: frozenset[str]
     private: bool
     buffers: BufferCache
-    shares: Shares
+    shares: DigestShares
 
     def read(self, name: str) -> memoryview:
         """Read a file and verify it, or this rank's share of it.
@@ -180,13 +180,13 @@ def read_verified(
     *,
     private: bool,
     buffers: BufferCache,
-    shares: Shares,
+    shares: DigestShares,
     scratch: Path | None = None,
     alone: bool = False,
     served: Collection[int] = (),
     without: Collection[str] = (),
     on_fault: OnFault = lambda reason: None,
-) -> tuple[RestorePoint | None, CheckpointError | None]:
+) -> tuple[LoadedCheckpoint | None, CheckpointError | None]:
     """Read what one rank needs of a checkpoint or a snapshot.
 
     Args:
@@ -194,7 +194,7 @@ def read_verified(
         source: The snapshot, or the checkpoint's step.
         rank: Number of this rank.
         world_size: Number of all ranks.
-        private: Whether tensors must be the reader's own; see `RestorePoint`.
+        private: Whether tensors must be the reader's own; see `LoadedCheckpoint`.
         buffers: Memory for copies.
         shares: Takes the digests of parts that this rank verifies for all ranks of its node.
         scratch: Folder for temporary files.
@@ -240,7 +240,7 @@ def read_verified(
         failpoint("restore.read")
     except (CheckpointError, OSError) as error:
         return None, error if isinstance(error, CheckpointError) else StorageUnreachable(str(error))
-    point = RestorePoint(
+    point = LoadedCheckpoint(
         located.place,
         step=located.info.step,
         world_size=located.info.world_size,
@@ -265,7 +265,7 @@ def read_checkpoint(
     private: bool = True,
     alone: bool = True,
     without: Collection[str] = (),
-) -> RestorePoint:
+) -> LoadedCheckpoint:
     """Read a checkpoint on one rank, verified.
 
     Args:
@@ -273,7 +273,7 @@ def read_checkpoint(
         step: Its step.
         rank: Number of this rank.
         world_size: Number of all ranks.
-        private: Whether tensors must be the reader's own; see `RestorePoint`.
+        private: Whether tensors must be the reader's own; see `LoadedCheckpoint`.
         alone: Whether this rank verifies all shards; otherwise all ranks do so together, and tell each other.
         without: Files that nobody will read.
 
@@ -289,7 +289,7 @@ def read_checkpoint(
         world_size,
         private=private,
         buffers=buffers,
-        shares=Shares(),
+        shares=DigestShares(),
         alone=alone,
         without=without,
     )

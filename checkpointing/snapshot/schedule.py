@@ -22,7 +22,7 @@ from checkpointing.snapshot.cadence import CostModel
 from checkpointing.snapshot.copy_thread import Copy, CopyThread
 from checkpointing.snapshot.direct_commit import DirectCommit
 from checkpointing.snapshot.request import PendingSnapshot, Request
-from checkpointing.snapshot.snapshot_copy import SnapshotMaker
+from checkpointing.snapshot.snapshot_copy import SnapshotCopy
 from checkpointing.state.captured_state import CapturedState
 from checkpointing.state.expected_size import expected_bytes
 from checkpointing.state.samples import Sampler, listed
@@ -34,7 +34,7 @@ logger = logging.getLogger("checkpointing")
 _MUCH_BYTES = 1 << 30
 
 
-class Snapshotter:
+class SnapshotSchedule:
     """Takes the snapshots of one rank; the training thread calls all methods.
 
     Args:
@@ -74,7 +74,7 @@ class Snapshotter:
         self._client, self._ranks, self._pinning = client, ranks, pinning
         self._device_of, self._overlap = device_of, overlap
         self._direct = DirectCommit(client, tiers, ranks.world_size)
-        self._maker = SnapshotMaker(
+        self._maker = SnapshotCopy(
             client, ranks, self._direct, check_replicas=check_replicas, pinning=pinning, check_finite=check_finite
         )
         self._buddy_copies = buddy_copies

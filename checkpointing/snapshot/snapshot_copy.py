@@ -15,8 +15,8 @@ import torch
 
 from checkpointing.agent.client import AgentClient
 from checkpointing.agent.protocol import Refusal
-from checkpointing.commit.replicated_save import Split, is_split
-from checkpointing.commit.sharded_save import Together
+from checkpointing.commit.replicated_save import ReplicatedSave, is_split
+from checkpointing.commit.sharded_save import ShardedSave
 from checkpointing.errors import NonFinite
 from checkpointing.files import file_images, sharding
 from checkpointing.files.file_images import Extent, FileImage, PlacedFile, blob_image
@@ -60,13 +60,13 @@ class _Layout:
     images: list[FileImage]
     num_foreign: int
     optimizer: FileImage
-    together: Together | None = None
+    together: ShardedSave | None = None
     splittable: tuple[str, ...] = ()
     guests: frozenset[str] = frozenset()
     not_finite: Callable[[], list[str]] = list
 
 
-class SnapshotMaker:
+class SnapshotCopy:
     """Makes the snapshots of one rank; all methods run in the copy thread.
 
     Args:
@@ -238,7 +238,7 @@ class SnapshotMaker:
         if self.buddies is not None:
             self.buddies.close()
 
-    def _agreed_split(self, files: tuple[str, ...], *, has_memory: bool) -> Split | None:
+    def _agreed_split(self, files: tuple[str, ...], *, has_memory: bool) -> ReplicatedSave | None:
         """Return which of the nodes that hold the snapshot this one is; None where it is the only one.
 
         Args:
@@ -250,7 +250,7 @@ class SnapshotMaker:
             return None
         first = ranks.rank - ranks.local_rank
         said = ranks.gather((first, has_memory, uuid.uuid4().hex[:12]))
-        return Split.between([(node, holds) for node, holds, _ in said], first, said[0][2], files)
+        return ReplicatedSave.between([(node, holds) for node, holds, _ in said], first, said[0][2], files)
 
     def _agreed(self, step: int, acquired: tuple[int, memoryview] | Refusal) -> tuple[int, memoryview] | Refusal:
         """Return what was acquired, if all nodes have memory for their share; otherwise why one has none."""

@@ -10,7 +10,7 @@ import torch
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import ADAPTER_NAME
 from checkpointing.state.tensor_fingerprint import fingerprint
 
@@ -92,7 +92,7 @@ class Adapter:
             self._identity = {"name_or_path": self._base_name, "digest": digest}
         return json.dumps(self._identity).encode()
 
-    def restore(self, model: torch.nn.Module, point: RestorePoint) -> dict[int, torch.Tensor]:
+    def restore(self, model: torch.nn.Module, point: LoadedCheckpoint) -> dict[int, torch.Tensor]:
         """Copy the saved part into the model.
 
         Returns:

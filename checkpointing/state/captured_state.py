@@ -12,7 +12,7 @@ import torch
 from checkpointing.files import sharding
 from checkpointing.process.ranks import Ranks
 from checkpointing.process.trees import tensors_in
-from checkpointing.state.pipeline import Stages
+from checkpointing.state.pipeline import PipelineState
 
 
 def versions_of(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
@@ -57,7 +57,7 @@ class CapturedState:
     is_spread: bool
     versions: list[tuple[torch.Tensor, int]]
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
-    stages: Stages | None = None
+    stages: PipelineState | None = None
     stage_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     finite: frozenset[str] = frozenset()
     scale: float | None = None

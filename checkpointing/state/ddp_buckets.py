@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import BUCKETS_NAME
 
 logger = logging.getLogger("checkpointing")
@@ -261,7 +261,7 @@ class DdpBuckets:
             self._known = (_num_made, list(map(weakref.ref, found)))
         return [module for module in (reference() for reference in self._known[1]) if module is not None]
 
-    def restore(self, point: RestorePoint) -> None:
+    def restore(self, point: LoadedCheckpoint) -> None:
         """Put back the layouts in a checkpoint, also those of modules that are made later.
 
         Raises:

@@ -19,7 +19,7 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.fragments import Fragment
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import OPTIONS_NAME
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.param_names import are_named, unnamed
@@ -53,7 +53,7 @@ class _Kind:
         return Fragment(self.shape, 0, torch.empty(0, dtype=self.dtype), distribution="another stage")
 
 
-class Stages:
+class PipelineState:
     """Which rank holds which stage of a pipeline; all ranks make it together.
 
     Args:
@@ -188,7 +188,7 @@ class Stages:
             {key: value for key, value in unnamed(group).items() if key != "params"} for group in state["param_groups"]
         ]
 
-    def restore_options(self, point: RestorePoint, optimizer: torch.optim.Optimizer) -> bool:
+    def restore_options(self, point: LoadedCheckpoint, optimizer: torch.optim.Optimizer) -> bool:
         """Restore the options of this stage's groups, where the stages' differ.
 
         Returns:

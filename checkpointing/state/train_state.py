@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.readable import check_readable
 from checkpointing.files.torch_files import torch_bytes
 from checkpointing.format.layout import (
@@ -31,7 +31,7 @@ from checkpointing.state.adapter import BASE_NAME, Adapter
 from checkpointing.state.captured_state import CapturedState, versions_of
 from checkpointing.state.optimizer_memory import OptimizerMemory
 from checkpointing.state.param_names import matched_to
-from checkpointing.state.pipeline import Stages
+from checkpointing.state.pipeline import PipelineState
 from checkpointing.state.samples import named_tensors
 from checkpointing.state.supported import check_model, check_optimizer
 from checkpointing.state.tensor_fingerprint import FiniteLook
@@ -73,7 +73,7 @@ class TrainState:
     states: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter | None = None
     zero: ZeroState | None = None
-    stages: Stages | None = None
+    stages: PipelineState | None = None
     _finite_buffers: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
@@ -256,7 +256,7 @@ class TrainState:
         groups = getattr(self.torch_optimizer, "param_groups", [])
         return sum(id(parameter) not in saved for group in groups for parameter in group["params"])
 
-    def restore_model(self, point: RestorePoint, place: Callable[[Any], Any] = lambda state: state) -> None:
+    def restore_model(self, point: LoadedCheckpoint, place: Callable[[Any], Any] = lambda state: state) -> None:
         """Load the weights.
 
         Args:
@@ -277,7 +277,7 @@ class TrainState:
             return self.stages.own_state(state)
         return matched_to(self.torch_optimizer, self.model, state)
 
-    def restore_states(self, point: RestorePoint, rank: int, names: Set[str]) -> dict[str, Any]:
+    def restore_states(self, point: LoadedCheckpoint, rank: int, names: Set[str]) -> dict[str, Any]:
         """Load the further `states` of these names; return what the checkpoint holds of this rank alone.
 
         Raises:
@@ -297,7 +297,7 @@ class TrainState:
         return ranks
 
     def restore_optimizer(
-        self, point: RestorePoint, rank: int, place: Callable[[Any], Any] = lambda state: state
+        self, point: LoadedCheckpoint, rank: int, place: Callable[[Any], Any] = lambda state: state
     ) -> None:
         """Load the state of optimizer, scheduler, scaler, of the further `states`, and what is this rank's own.
 
@@ -348,24 +348,26 @@ def _scale_of(scaler: Any) -> float | None:
     return float(scale) if isinstance(scale, (int, float)) else None
 
 
-def _load(stateful: Any, point: RestorePoint, name: str, change: Callable[[Any], Any] | None = None) -> None:
+def _load(stateful: Any, point: LoadedCheckpoint, name: str, change: Callable[[Any], Any] | None = None) -> None:
     state = point.torch_object(name)
     _put(stateful, point, name, state, change)
 
 
-def _load_if_there(stateful: Any, point: RestorePoint, name: str, own_name: Callable[[str], str]) -> None:
+def _load_if_there(stateful: Any, point: LoadedCheckpoint, name: str, own_name: Callable[[str], str]) -> None:
     if stateful is not None and point.has(name):
         _load(stateful, point, own_name(name))
     elif stateful is not None:
         _warn_of_missing(point, name.removesuffix(".pt"))
 
 
-def _warn_of_missing(point: RestorePoint, what: str) -> None:
+def _warn_of_missing(point: LoadedCheckpoint, what: str) -> None:
     if point.rank == 0:
         logger.warning("%s holds no %s: training begins with a new one", point.place, what)
 
 
-def _put(stateful: Any, point: RestorePoint, name: str, state: Any, change: Callable[[Any], Any] | None = None) -> None:
+def _put(
+    stateful: Any, point: LoadedCheckpoint, name: str, state: Any, change: Callable[[Any], Any] | None = None
+) -> None:
     memory = OptimizerMemory.of(stateful)
     try:
         stateful.load_state_dict(change(state) if change is not None else state)
@@ -396,7 +398,7 @@ def _own_what_stayed_on_the_host(optimizer: Any, before: Iterable[torch.Tensor])
                 state[name] = value.clone()
 
 
-def _warn_of_frozen(model: torch.nn.Module, optimizer: Any, point: RestorePoint) -> None:
+def _warn_of_frozen(model: torch.nn.Module, optimizer: Any, point: LoadedCheckpoint) -> None:
     """Say where what was trained would not be any more: `requires_grad` is in no checkpoint."""
     state = getattr(optimizer, "state", {})
     frozen = [name for name, value in model.named_parameters() if not value.requires_grad and state.get(value)]

@@ -10,7 +10,7 @@ import torch
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import ADAPTER_NAME, EXTRA_STATE_NAME, MASTER_NAME, MODEL_NAME, rank_object_name
 from checkpointing.state.adapter import Adapter
 from checkpointing.state.zero import ZeroState
@@ -20,7 +20,7 @@ logger = logging.getLogger("checkpointing")
 
 def restore_weights(
     model: torch.nn.Module,
-    point: RestorePoint,
+    point: LoadedCheckpoint,
     *,
     adapter: Adapter | None,
     zero: ZeroState | None,
@@ -65,7 +65,7 @@ def restore_weights(
         zero.restore_parameters(point, sources)
 
 
-def _load(model: torch.nn.Module, point: RestorePoint, place: Callable[[Any], Any]) -> None:
+def _load(model: torch.nn.Module, point: LoadedCheckpoint, place: Callable[[Any], Any]) -> None:
     whole = point.model_state()
     # `state_dict` also shards again what an evaluation has left whole.
     live = model.state_dict()
@@ -81,7 +81,7 @@ def _load(model: torch.nn.Module, point: RestorePoint, place: Callable[[Any], An
         raise _misfit(point, str(error)) from None
 
 
-def _fill(model: torch.nn.Module, point: RestorePoint, *, is_stage: bool) -> dict[str, torch.Tensor]:
+def _fill(model: torch.nn.Module, point: LoadedCheckpoint, *, is_stage: bool) -> dict[str, torch.Tensor]:
     """Copy the weights into a model of whose parameters each rank may hold a fragment; return them."""
     whole = point.model_state()
     live = model.state_dict(keep_vars=True)
@@ -113,7 +113,7 @@ def _fill(model: torch.nn.Module, point: RestorePoint, *, is_stage: bool) -> dic
     return whole
 
 
-def _extra_state(point: RestorePoint) -> dict[str, Any]:
+def _extra_state(point: LoadedCheckpoint) -> dict[str, Any]:
     """Return what modules have returned from `get_extra_state`, by name: this rank's own first, then the first rank's.
 
     Raises:
@@ -140,7 +140,7 @@ def _copied_into(model: torch.nn.Module) -> set[str]:
     return {name for name, value in model.state_dict(keep_vars=True).items() if id(value) in owned}
 
 
-def _misfit(point: RestorePoint, reason: str) -> CheckpointError:
+def _misfit(point: LoadedCheckpoint, reason: str) -> CheckpointError:
     return CheckpointError(
         f"{point.place} does not fit this model: {reason.rstrip('. ')}. Use the model that wrote it, or another "
         "output_dir."

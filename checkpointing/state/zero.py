@@ -20,7 +20,7 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.fragments import Fragment, fragment_of
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.state.optimizer_fit import check_kind
 from checkpointing.state.param_names import matched_by_name
 
@@ -180,7 +180,7 @@ class ZeroState:
             raise ValueError(f"it has groups of {given} parameters, the engine has {wanted}")
         return {**state, "param_groups": groups}
 
-    def restore_parameters(self, point: RestorePoint, sources: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+    def restore_parameters(self, point: LoadedCheckpoint, sources: Mapping[str, tuple[str, torch.Tensor]]) -> None:
         """Load the parameters in full precision, once the model's own are loaded, and have the engine use these.
 
         Args:

@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.transformers.commit_notices import CommitNotices
 from checkpointing.transformers.options import Options
-from checkpointing.transformers.session import Session
+from checkpointing.transformers.train_call import TrainCall
 
 
 class ResilientTrainer(Protocol):
@@ -19,7 +19,7 @@ class ResilientTrainer(Protocol):
     model: torch.nn.Module
     is_in_train: bool
     _manager: CheckpointManager
-    _session: Session
+    _session: TrainCall
     _notices: CommitNotices
     _options: Options
 

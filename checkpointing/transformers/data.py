@@ -17,7 +17,7 @@ from checkpointing.data.dealing import Dealing
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
 from checkpointing.errors import CheckpointError
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
 from checkpointing.transformers.data_ranks import DataRanks
 from checkpointing.transformers.job import check_same_job, check_samples_per_step, fit_layout
@@ -39,7 +39,7 @@ class Positions(Protocol):
     def forget_positions(self) -> None:
         """Follow no loader any more."""
 
-    def positions_in(self, point: RestorePoint) -> list[Any]:
+    def positions_in(self, point: LoadedCheckpoint) -> list[Any]:
         """Return the positions that a checkpoint holds."""
 
     def pause(self) -> None:
@@ -139,7 +139,7 @@ class TrainingData:
         return fitted
 
     def resume(
-        self, point: RestorePoint, record: JobRecord, job: Mapping[str, Any], batch_size: int
+        self, point: LoadedCheckpoint, record: JobRecord, job: Mapping[str, Any], batch_size: int
     ) -> StepLayout | None:
         """Prepare for the loader of a resumed run.
 
@@ -171,7 +171,7 @@ class TrainingData:
         self.cursor = self.stream = None
         self._manager.forget_positions()
 
-    def follow(self, loader: Any, batch_size: int, point: RestorePoint | None) -> Any:
+    def follow(self, loader: Any, batch_size: int, point: LoadedCheckpoint | None) -> Any:
         """Follow the trainer's own loader; returns it.
 
         Args:
@@ -203,7 +203,7 @@ class TrainingData:
         return loader
 
     def read_stream(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, point: RestorePoint | None
+        self, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, point: LoadedCheckpoint | None
     ) -> StreamDataLoader:
         """Make the loader of a seekable stream.
 
@@ -239,7 +239,7 @@ class TrainingData:
         return self.stream
 
     def resume_position(
-        self, point: RestorePoint | None, by_steps: tuple[int, int], steps_per_epoch: int
+        self, point: LoadedCheckpoint | None, by_steps: tuple[int, int], steps_per_epoch: int
     ) -> tuple[int, int]:
         """Set the loader to a checkpoint's position.
 

@@ -27,8 +27,8 @@ from checkpointing.transformers.exact_figures import (
 )
 from checkpointing.transformers.further_states import generates_ahead
 from checkpointing.transformers.options import Options
-from checkpointing.transformers.session import Session
 from checkpointing.transformers.start import Start
+from checkpointing.transformers.train_call import TrainCall
 
 # As many virtual ranks as there were ranks when the run began.
 AUTO = -1
@@ -165,7 +165,7 @@ class ExactMixin:
     _evaluation: EvaluationFigures | None = None
     _options: Options
 
-    def _begin_exact(self, session: Session, start: Start) -> None:
+    def _begin_exact(self, session: TrainCall, start: Start) -> None:
         """Set up the virtual ranks of a training that is about to begin, or to continue.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any
 from checkpointing.data.data_digest import fingerprint
 from checkpointing.data.layout import StepLayout
 from checkpointing.errors import CheckpointError
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings
 
 # Packages whose trainers identify a training method.
@@ -49,7 +49,7 @@ def check_same_job(place: str, before: Mapping[str, Any], now: Mapping[str, Any]
         )
 
 
-def check_samples_per_step(point: RestorePoint | None, samples: int) -> None:
+def check_samples_per_step(point: LoadedCheckpoint | None, samples: int) -> None:
     """Check that a step has as many samples as those before the checkpoint.
 
     Raises:

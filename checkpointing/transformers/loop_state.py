@@ -12,7 +12,7 @@ import torch
 
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import loop_state_name
 from checkpointing.transformers.guards import whole
 from checkpointing.transformers.trainer_state import is_number
@@ -67,7 +67,7 @@ class JobRecord:
     run_name: str | None = None
 
     @classmethod
-    def read(cls, point: RestorePoint) -> JobRecord | None:
+    def read(cls, point: LoadedCheckpoint) -> JobRecord | None:
         """Read a checkpoint's record; None if it has none.
 
         Raises:
@@ -173,7 +173,7 @@ class LoopState:
         return json.dumps(state).encode()
 
     @classmethod
-    def read(cls, point: RestorePoint, rank: int, world_size: int) -> LoopState | None:
+    def read(cls, point: LoadedCheckpoint, rank: int, world_size: int) -> LoopState | None:
         """Read what a checkpoint holds of a rank, or of rank 0 if it holds nothing of this one.
 
         Args:
@@ -229,7 +229,7 @@ def _layout(counts: Mapping[str, Any]) -> StepLayout:
     return StepLayout.from_list([counts[name] for name in _LAYOUT])
 
 
-def _share_of_losses(point: RestorePoint, rank: int, world_size: int, *, own: float) -> float:
+def _share_of_losses(point: LoadedCheckpoint, rank: int, world_size: int, *, own: float) -> float:
     if point.world_size == world_size:
         return own
     names = [name for other in range(rank, point.world_size, world_size) if point.has(name := loop_state_name(other))]

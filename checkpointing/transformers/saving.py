@@ -25,7 +25,7 @@ from checkpointing.transformers.options import Options
 from checkpointing.transformers.outside_steps import outside_steps
 from checkpointing.transformers.overrides import Staging, added_files, overrides_saving
 from checkpointing.transformers.peft import RunningStatistics
-from checkpointing.transformers.session import Session
+from checkpointing.transformers.train_call import TrainCall
 from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, evaluated_metrics, state_file
 
 logger = logging.getLogger("checkpointing")
@@ -47,7 +47,7 @@ class SavingMixin(_Base):
     """
 
     _manager: CheckpointManager
-    _session: Session
+    _session: TrainCall
     _options: Options
     _adapter: Adapter | None
     _notices: CommitNotices

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from transformers.trainer_utils import get_last_checkpoint
 
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.resume.agreement import own_checkpoint
 from checkpointing.resume.verified_read import read_checkpoint
 from checkpointing.transformers.loop_state import JobRecord
@@ -32,7 +32,7 @@ class Chooser(Protocol):
     def stage_name(self) -> str:
         """Name of a supervised run's later trainings; empty for its first one."""
 
-    def choose(self, *, on_device: bool | None = None) -> RestorePoint | None:
+    def choose(self, *, on_device: bool | None = None) -> LoadedCheckpoint | None:
         """Agree with all ranks on the checkpoint to resume from."""
 
 
@@ -49,12 +49,12 @@ class Start:
         pending: `point`, until the first batch of the resumed run is drawn.
     """
 
-    point: RestorePoint | None = None
+    point: LoadedCheckpoint | None = None
     folder: str | bool | None = None
     run_name: str = ""
     is_supervised: bool = False
     record: JobRecord | None = None
-    pending: RestorePoint | None = None
+    pending: LoadedCheckpoint | None = None
 
     def __post_init__(self) -> None:
         """Everything of the point is still to be restored."""
@@ -70,7 +70,7 @@ class Start:
         """Whether a callback had ended training when the checkpoint to be restored was made."""
         return self.pending is not None and self.record is not None and self.record.ended
 
-    def take_pending(self) -> RestorePoint | None:
+    def take_pending(self) -> LoadedCheckpoint | None:
         """Return `pending`, once."""
         pending, self.pending = self.pending, None
         return pending

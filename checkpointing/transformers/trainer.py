@@ -32,9 +32,9 @@ from checkpointing.transformers.outside_steps import watch_callbacks
 from checkpointing.transformers.overrides import Staging
 from checkpointing.transformers.peft import adapter_of
 from checkpointing.transformers.saving import SavingMixin
-from checkpointing.transformers.session import Session
 from checkpointing.transformers.start import Start, choose_start
 from checkpointing.transformers.trackers import continue_trackers
+from checkpointing.transformers.train_call import TrainCall
 
 logger = logging.getLogger("checkpointing")
 
@@ -70,7 +70,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         self._skipped = skipped_steps()
         self._notices, self._staging = CommitNotices(self), Staging()
         watch_callbacks(self)
-        self._session = Session.create(self, self._manager, options, layout, self._beginning)
+        self._session = TrainCall.create(self, self._manager, options, layout, self._beginning)
         self.add_callback(StepCallback(self))
 
     # -- the beginning and the end of training -------------------------------------------------------------------
@@ -88,7 +88,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
             self._manager = self._make_manager()
         self._notices.forget()
         layout = self._session.data.layout
-        session = self._session = Session.create(self, self._manager, self._options, layout, self._beginning)
+        session = self._session = TrainCall.create(self, self._manager, self._options, layout, self._beginning)
         self._track()
         # As the script passes the data: trainers may drop rows when training begins.
         session.job = job_of(type(self), self.train_dataset)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from transformers import TrainerState
 
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 
 TRAINER_STATE_NAME = "trainer_state.json"
 
 
-def checked_directory(point: RestorePoint) -> str:
+def checked_directory(point: LoadedCheckpoint) -> str:
     """Check what the Trainer reads without checks; return the directory to read it from.
 
     Raises:

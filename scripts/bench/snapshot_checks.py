@@ -23,7 +23,7 @@ from common import command_line, machine, make_parser, spread, today, write_figu
 
 from checkpointing import CheckpointManager
 from checkpointing.snapshot.request import PendingSnapshot
-from checkpointing.snapshot.snapshot_copy import SnapshotMaker
+from checkpointing.snapshot.snapshot_copy import SnapshotCopy
 from checkpointing.state.samples import Sampler
 
 PAGE = "snapshot_checks.md"
@@ -67,7 +67,7 @@ class Switch:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        hand_over, look, make = Sampler.hand_over, PendingSnapshot.look_again, SnapshotMaker.make
+        hand_over, look, make = Sampler.hand_over, PendingSnapshot.look_again, SnapshotCopy.make
 
         def timed(call: Callable[..., Any]) -> Callable[..., Any]:
             def run(*arguments: Any) -> Any:
@@ -87,7 +87,7 @@ class Switch:
             make(maker, *arguments)
             self.copy_s.append(time.thread_time() - began)
 
-        classes: Any = Sampler, PendingSnapshot, SnapshotMaker
+        classes: Any = Sampler, PendingSnapshot, SnapshotCopy
         sampler, pending, maker = classes
         sampler.hand_over, pending.look_again, maker.make = timed(hand_over), timed(look), made
         try:

@@ -48,7 +48,7 @@ from checkpointing.commit.tiers import Tiers
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.spread_files import open_spread
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.layout import ADAPTER_NAME
@@ -56,7 +56,7 @@ from checkpointing.format.manifest import Manifest, _self_digest
 from checkpointing.format.shard_index import INDEX_NAME
 from checkpointing.host import locking
 from checkpointing.process import rng
-from checkpointing.resume.verified_read import BufferCache, Shares, read_verified
+from checkpointing.resume.verified_read import BufferCache, DigestShares, read_verified
 from checkpointing.state.adapter import BASE_NAME, Adapter
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.fence import Fence
@@ -107,10 +107,10 @@ class Place:
         return storage
 
 
-def point(name: str, data: bytes) -> RestorePoint:
+def point(name: str, data: bytes) -> LoadedCheckpoint:
     """What a rank holds when it has read a file, and found its digest right."""
     files = {name: memoryview(bytearray(data))}
-    return RestorePoint(
+    return LoadedCheckpoint(
         f"/runs/checkpoint-{STEP}", step=STEP, world_size=1, samples_consumed=80, files=files, path=None, private=True
     )
 
@@ -360,7 +360,7 @@ def any_file(place: Place) -> Reader:
         path.write_bytes(damaged)
         try:
             found, problem = read_verified(
-                storage, STEP, 0, 1, private=number % 2 == 0, buffers=BufferCache(""), shares=Shares()
+                storage, STEP, 0, 1, private=number % 2 == 0, buffers=BufferCache(""), shares=DigestShares()
             )
         finally:
             path.write_bytes(original)
@@ -727,7 +727,7 @@ def spread_model(files: dict[str, Any], index: bytes) -> dict[str, torch.Tensor]
     """Read a model that is spread over shards, as a single rank does."""
     held = {name: (memoryview(data), digest_buffer(memoryview(data))) for name, data in files.items()}
     spread = open_spread("checkpoint-20", held, memoryview(index), 2, 0, 1)
-    state = RestorePoint(
+    state = LoadedCheckpoint(
         "checkpoint-20", step=STEP, world_size=2, samples_consumed=80, files={}, path=None, private=True, spread=spread
     )
     try:

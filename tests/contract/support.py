@@ -12,8 +12,8 @@ from pathlib import Path
 
 from checkpointing.commit.catalog import Catalog
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
-from checkpointing.commit.replicated_save import Split, SplitSave, write_portion
-from checkpointing.commit.sharded_save import Together, begin_together, write_shards
+from checkpointing.commit.replicated_save import ReplicatedSave, SplitSave, write_portion
+from checkpointing.commit.sharded_save import ShardedSave, begin_together, write_shards
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import Manifest, SnapshotInfo
 from checkpointing.format.shard_index import INDEX_NAME, HeldFile, ShardParts, parts_name, shard_name
@@ -44,7 +44,10 @@ def commit_together(location: str, step: int, attempt: int = 1) -> Manifest:
     """Commit a checkpoint of which another node writes a shard."""
     data = [memoryview(random.Random(step + rank).randbytes(SMALL_BYTES)) for rank in range(2)]
     parts = [ShardParts.of(own) for own in data]
-    save, info = Together(f"{step:012x}", (shard_name(0), shard_name(1))), SnapshotInfo("run", attempt, step, 2, step)
+    save, info = (
+        ShardedSave(f"{step:012x}", (shard_name(0), shard_name(1))),
+        SnapshotInfo("run", attempt, step, 2, step),
+    )
     shard = HeldFile(shard_name(1), data[1], lambda: parts[1])
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(write_shards, open_storage(location), info, save, [shard])
@@ -61,7 +64,7 @@ def commit_split(location: str, step: int, attempt: int = 1) -> Manifest:
     data = memoryview(random.Random(step).randbytes(1 << 20) * 33)
     parts, info = ShardParts.of(data), SnapshotInfo("run", attempt, step, 2, step)
     file = HeldFile("model", data, lambda: parts)
-    own, others = (Split(f"{step:012x}", node, 2, ("model",)) for node in range(2))
+    own, others = (ReplicatedSave(f"{step:012x}", node, 2, ("model",)) for node in range(2))
     save = SplitSave(own, [file])
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(write_portion, open_storage(location), info, others, [file])

@@ -153,7 +153,7 @@ STUCK_COPY = """
 import os, time
 import checkpointing.snapshot.snapshot_copy as snapshot_maker
 from checkpointing.host.environment import rank_settings
-make, copy_tensors, copied = snapshot_maker.SnapshotMaker.make, snapshot_maker.file_images.copy_tensors, []
+make, copy_tensors, copied = snapshot_maker.SnapshotCopy.make, snapshot_maker.file_images.copy_tensors, []
 def noted(self, pending, *arguments):
     copied.append(pending.request.step)
     make(self, pending, *arguments)
@@ -164,7 +164,7 @@ def stuck(parts, *arguments):
         open({marker!r} + os.environ["RANK"], "w").close()
         time.sleep(600)
     copy_tensors(parts, *arguments)
-snapshot_maker.SnapshotMaker.make, snapshot_maker.file_images.copy_tensors = noted, stuck
+snapshot_maker.SnapshotCopy.make, snapshot_maker.file_images.copy_tensors = noted, stuck
 """
 
 

@@ -11,7 +11,7 @@ from small_training import Arenas
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.agent.events import Event
 from checkpointing.commit.retention import Retention
-from checkpointing.commit.training_stage import FIRST_STAGE, Stage
+from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
 from checkpointing.host.environment import RankSettings
 from checkpointing.host.heartbeat import ControlPage, Heartbeat
 from checkpointing.manager.options import Options
@@ -63,7 +63,7 @@ class Connection:
         left: Step, and whether the training had finished, of each end.
     """
 
-    def __init__(self, directory: Path, *snapshots: OfferedSnapshot, stage: Stage = FIRST_STAGE) -> None:
+    def __init__(self, directory: Path, *snapshots: OfferedSnapshot, stage: TrainingStage = FIRST_STAGE) -> None:
         self.client = Client(directory, *snapshots)
         self.stage, self.pinning = stage, None
         self.num_connected = self.num_closed = 0

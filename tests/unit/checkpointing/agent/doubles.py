@@ -14,8 +14,8 @@ from checkpointing.agent.protocol import Refusal
 from checkpointing.agent.results import Report, Result
 from checkpointing.agent.resumption import Resumption
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
-from checkpointing.agent.stage_workers import StageWorkers
-from checkpointing.agent.storage_worker import StorageWorker
+from checkpointing.agent.writer import Writer
+from checkpointing.agent.writers import Writers
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers
@@ -48,7 +48,7 @@ class Reports(list[tuple[Result, Arena | None]]):
         return [result for result, _ in self]
 
 
-class UnthreadedWorker(StorageWorker):
+class UnthreadedWorker(Writer):
     """Handles its tasks in `run_pending`."""
 
     def __init__(self, tiers: Tiers, report: Report, commits: bool = True) -> None:
@@ -107,7 +107,7 @@ class Bench:
         def make(tiers: Tiers, report: Report) -> UnthreadedWorker:
             return UnthreadedWorker(tiers, report, commits)
 
-        self.workers = StageWorkers(self.tiers, self._results, make)
+        self.workers = Writers(self.tiers, self._results, make)
         self.pool = ArenaPool(memory_limit, lambda num_arenas, reason: None)
         self.scheduler = Scheduler(self.pool, self.workers, self.events.append, duty=Duty(commits))
         self.resumption = Resumption(self.pool, self.scheduler, self.workers, self.events.append)

@@ -8,10 +8,10 @@ from unit.checkpointing.agent.doubles import Bench, save
 from checkpointing.agent.arenas import ArenaState
 from checkpointing.agent.attempt import CurrentAttempt
 from checkpointing.agent.events import SnapshotDropped, StageEntered
-from checkpointing.commit.training_stage import FIRST_STAGE, Stage
+from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
 from checkpointing.host.heartbeat import CommitReport, ControlPage, Heartbeat, Phase
 
-SECOND = Stage("stage-2-dpo", 2, 20)
+SECOND = TrainingStage("stage-2-dpo", 2, 20)
 
 
 class Agent(Bench):
@@ -77,7 +77,7 @@ def test_a_stage_is_announced_and_kept_with_the_run(agent: Agent) -> None:
     assert agent.events == [StageEntered(stage="stage-2-dpo", number=2, steps_before=20)]
     agent.workers.of_run.run_pending()
     kept = agent.tiers.durable.sidecars.read("stage-2-dpo.json")
-    assert kept is not None and Stage.from_json(kept) == SECOND
+    assert kept is not None and TrainingStage.from_json(kept) == SECOND
     # Step 20 of the stage before says nothing about this stage's steps.
     assert agent.control.last_commit == CommitReport()
 
@@ -95,7 +95,7 @@ def test_a_stage_whose_name_is_refused_changes_nothing(agent: Agent) -> None:
     agent.attempt.begin(1, fetch=False)
     arena = agent.got(3)
     with pytest.raises(ValueError, match="is not the name of a stage"):
-        agent.attempt.enter(Stage("../other", 2, 0), fetch=False)
+        agent.attempt.enter(TrainingStage("../other", 2, 0), fetch=False)
     assert agent.workers.stage == FIRST_STAGE and arena.state is ArenaState.FILLING and agent.events == []
 
 

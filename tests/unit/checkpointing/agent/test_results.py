@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from checkpointing.agent.events import Committed, TierUnreachable
 from checkpointing.agent.results import Digested, stamped, stamped_announcement
-from checkpointing.commit.training_stage import FIRST_STAGE, Stage
+from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
 
-SECOND = Stage("stage-2-dpo", 2, 20)
+SECOND = TrainingStage("stage-2-dpo", 2, 20)
 
 
 def test_an_event_of_a_later_stage_has_its_step_counted_over_all_stages() -> None:

@@ -12,7 +12,7 @@ from checkpointing.agent.arenas import ArenaState
 from checkpointing.agent.events import Fetched, FetchFailed, SnapshotDamaged
 from checkpointing.agent.resumption import described
 from checkpointing.commit.tiers import Tiers
-from checkpointing.commit.training_stage import Stage
+from checkpointing.commit.training_stage import TrainingStage
 from checkpointing.format.digest import digest_buffer
 from checkpointing.storage import open_storage
 
@@ -94,7 +94,7 @@ def test_a_damaged_snapshot_is_freed_when_the_last_task_has_ended(bench: Bench) 
 def test_snapshots_of_another_stage_are_not_offered(bench: Bench) -> None:
     bench.snapshot(7)
     bench.settle()
-    bench.workers.stage = Stage("stage-2", 2, 10)
+    bench.workers.stage = TrainingStage("stage-2", 2, 10)
     assert bench.resumption.offered() == []
 
 

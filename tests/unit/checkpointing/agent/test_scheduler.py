@@ -10,7 +10,7 @@ from checkpointing.agent.events import SnapshotDropped, SnapshotSkipped, Snapsho
 from checkpointing.agent.protocol import Refusal
 from checkpointing.agent.scheduler import ArenaRequest
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.training_stage import Stage
+from checkpointing.commit.training_stage import TrainingStage
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_on_a_node_that_does_not_write_a_commit_is_over_at_once() -> None:
 def test_snapshots_of_an_earlier_stage_are_neither_offered_nor_answered(bench: Bench) -> None:
     bench.snapshot(1, commit=True)
     bench.work()
-    bench.workers.stage = Stage("stage-2", 2, 10)
+    bench.workers.stage = TrainingStage("stage-2", 2, 10)
     assert bench.scheduler.begin_stage() == []
     for result, arena in list(bench._results):
         if arena is not None:

@@ -14,7 +14,7 @@ from checkpointing.agent.results import Digested, PortionEnded, Result
 from checkpointing.agent.scheduler import SnapshotContent
 from checkpointing.commit import replicated_save as split
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.replicated_save import Split
+from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.tiers import Tiers
 from checkpointing.format.manifest import SnapshotInfo
 
@@ -38,7 +38,7 @@ def snapshot(bench: Bench, node: int, step: int = 7, *, commit: bool = True) -> 
     arena = bench.got(step)
     arena.view(0, len(STATE))[:] = STATE
     info = SnapshotInfo("run", 1, step, 2, step)
-    save = Split(f"ab{step}", node, 2, ("file",)) if commit else None
+    save = ReplicatedSave(f"ab{step}", node, 2, ("file",)) if commit else None
     content = SnapshotContent(info, [("file", 0, len(STATE))], commit, split=save)
     bench.scheduler.copied(arena.number, step, 0, 1, content)
     return arena

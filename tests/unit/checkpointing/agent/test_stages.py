@@ -15,7 +15,7 @@ from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Refusal
 from checkpointing.commit.catalog import Catalog
 from checkpointing.commit.retention import Retention
-from checkpointing.commit.training_stage import FIRST_STAGE, Stage, Stages
+from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage, TrainingStages
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.manager import agent_connection
 from checkpointing.manager.manager import CheckpointManager
@@ -29,7 +29,7 @@ def agent(tmp_path: Path) -> Iterator[AgentProcess]:
     process.close(10)
 
 
-def rank(agent: AgentProcess, stage: Stage = FIRST_STAGE, attempt: int = 1) -> AgentClient:
+def rank(agent: AgentProcess, stage: TrainingStage = FIRST_STAGE, attempt: int = 1) -> AgentClient:
     return AgentClient(agent.socket_path, attempt, 0, 0, 1, stage=stage)
 
 
@@ -47,7 +47,7 @@ def committed(folder: Path) -> list[int]:
     return Catalog(LocalStorage(folder)).committed_steps()
 
 
-SECOND = Stage("stage-2-dpo", 2, 20)
+SECOND = TrainingStage("stage-2-dpo", 2, 20)
 
 
 def test_a_stage_has_checkpoints_and_snapshots_of_its_own(agent: AgentProcess, tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_only_the_runs_first_training_starts_from_another_checkpoint(
         own.close()
         return start
 
-    monkeypatch.setattr(agent_connection, "STAGES", Stages())
+    monkeypatch.setattr(agent_connection, "STAGES", TrainingStages())
     train(str(tmp_path / "before"), 3)
-    monkeypatch.setattr(agent_connection, "STAGES", Stages())
+    monkeypatch.setattr(agent_connection, "STAGES", TrainingStages())
     # What `runner start --resume-from` sets for its ranks.
     resume_from = str(tmp_path / "before" / "checkpoint-3")
     monkeypatch.setenv(SETTINGS_ENV, RankSettings(location=str(tmp_path / "run"), resume_from=resume_from).to_json())

@@ -16,7 +16,7 @@ from checkpointing.agent.resumption import described
 from checkpointing.agent.scheduler import SnapshotContent
 from checkpointing.commit import sharded_save as together
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.sharded_save import Together
+from checkpointing.commit.sharded_save import ShardedSave
 from checkpointing.commit.tiers import Tiers
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import INDEX_NAME, shard_name
@@ -36,7 +36,7 @@ def share(
     arena = bench.got(step)
     arena.view(0, len(STATE))[:] = STATE
     files = [(shard_name(rank), 0, len(STATE)), (INDEX_NAME, 0, 2)]
-    save = Together(f"ab{step}", (shard_name(0), shard_name(1)))
+    save = ShardedSave(f"ab{step}", (shard_name(0), shard_name(1)))
     info = SnapshotInfo("run", attempt, step, 2, step)
     content = SnapshotContent(info, files, commit, save)
     bench.scheduler.copied(arena.number, step, 0, 1, content, receives=receives)
@@ -83,7 +83,7 @@ def test_where_no_thread_can_be_started_a_save_begins_at_its_turn(
     def refused(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("checkpointing.agent.storage_worker.in_background", refused)
+    monkeypatch.setattr("checkpointing.agent.writer.in_background", refused)
     leader, other = nodes
     share(leader, 0)
     share(other, 1)

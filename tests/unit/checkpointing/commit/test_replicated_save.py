@@ -14,7 +14,14 @@ from chaos.stores import MemoryObjects
 from checkpointing.commit import replicated_save as split
 from checkpointing.commit.catalog import Catalog
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
-from checkpointing.commit.replicated_save import LEAST_BYTES, MOST_PARTS, Split, SplitSave, is_split, write_portion
+from checkpointing.commit.replicated_save import (
+    LEAST_BYTES,
+    MOST_PARTS,
+    ReplicatedSave,
+    SplitSave,
+    is_split,
+    write_portion,
+)
 from checkpointing.errors import CommitFailed
 from checkpointing.format.digest import PART_BYTES, num_parts
 from checkpointing.format.manifest import FileEntry, Manifest, SnapshotInfo
@@ -34,7 +41,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 100])
 @pytest.mark.parametrize("num", [1, 2, 3, 7, 8, 64, 101])
 def test_each_part_is_one_nodes(nodes: int, num: int) -> None:
-    portions = [Split("ab", node, nodes, ()).portion(num * PART_BYTES - 5) for node in range(nodes)]
+    portions = [ReplicatedSave("ab", node, nodes, ()).portion(num * PART_BYTES - 5) for node in range(nodes)]
     assert [number for portion in portions for number in portion] == list(range(num))
     assert max(map(len, portions)) - min(map(len, portions)) <= 1
 
@@ -60,7 +67,7 @@ def commit(storage: Storage, save: SplitSave, data: bytes = DATA, *, is_current:
 def both(storage: Storage, save: SplitSave, other: HeldFile) -> tuple[Manifest | BaseException, BaseException | None]:
     """Run both nodes; return what the one that commits says, and the other's error."""
     with ThreadPoolExecutor(1) as pool:
-        helping = pool.submit(write_portion, storage, INFO, Split("ab", 1, 2, ("model",)), [other])
+        helping = pool.submit(write_portion, storage, INFO, ReplicatedSave("ab", 1, 2, ("model",)), [other])
         try:
             return commit(storage, save), helping.exception()
         except CommitFailed as error:
@@ -77,7 +84,7 @@ def names_left(storage: Storage) -> list[str]:
 
 
 def test_both_write_and_one_commits(storage: Storage) -> None:
-    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     manifest, error = both(storage, save, whole())
     assert isinstance(manifest, Manifest) and error is None
     assert (save.gave_up, save.nodes_that_write) == (None, 2)
@@ -87,7 +94,7 @@ def test_both_write_and_one_commits(storage: Storage) -> None:
 
 def test_who_is_not_there_costs_time_only(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "PATIENCE_S", 0.1)
-    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     commit(storage, save)
     assert save.gave_up is not None and "has not written its part" in save.gave_up
     assert save.nodes_that_write == 1
@@ -99,7 +106,7 @@ def test_who_cannot_write_says_so(storage: Storage) -> None:
     def refuse() -> ShardParts:
         raise OSError(28, "No space left on device")
 
-    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     manifest, error = both(storage, save, HeldFile("model", memoryview(DATA), refuse))
     assert isinstance(manifest, Manifest) and isinstance(error, OSError)
     assert save.gave_up == "another node could not write its part: No space left on device"
@@ -117,7 +124,7 @@ def test_who_comes_late_reaches_nothing(storage: Storage, monkeypatch: pytest.Mo
         tokens.update(self._tokens)
 
     monkeypatch.setattr(SplitSave, "begin", begin)
-    commit(storage, SplitSave(Split("ab", 0, 2, ("model",)), [whole()]))
+    commit(storage, SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()]))
     late = storage.begin(7, 1, "ab", joins=True)
     with pytest.raises(OSError):
         late.write_parts("model", tokens["model"], 1, memoryview(b"damaged"))
@@ -125,7 +132,7 @@ def test_who_comes_late_reaches_nothing(storage: Storage, monkeypatch: pytest.Mo
 
 
 def test_other_bytes_are_found_and_are_not_in_the_checkpoint(storage: Storage) -> None:
-    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     manifest, error = both(storage, save, whole(DATA[:-1] + b"!"))
     assert isinstance(manifest, Manifest) and error is None
     assert save.gave_up is not None and "another node holds other bytes of model" in save.gave_up
@@ -134,7 +141,7 @@ def test_other_bytes_are_found_and_are_not_in_the_checkpoint(storage: Storage) -
 
 def test_a_report_without_a_file_is_none(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a disk its parts would be zeros."""
-    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     own = storage.begin(7, 1, "ab", joins=True)
     monkeypatch.setattr(
         SplitSave, "write", _after(SplitSave.write, lambda: own.write_note(".split.1.json", b'{"files": {}}'))
@@ -180,7 +187,7 @@ def test_a_place_that_cannot_do_it_after_all_gets_whole_files(
 
     monkeypatch.setattr(type(storage.begin(1, 1, "ab", joins=True)), method, refuse)
     monkeypatch.setattr(split, "PATIENCE_S", 0.1)
-    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     both(storage, save, whole()) if method == "close_split" else commit(storage, save)
     assert save.gave_up is not None and "Operation not supported" in save.gave_up
     Catalog(storage).verify(7)
@@ -188,11 +195,11 @@ def test_a_place_that_cannot_do_it_after_all_gets_whole_files(
 
 
 def test_a_node_without_parts_has_nothing_to_do(storage: Storage) -> None:
-    save = SplitSave(Split("ab", 1, 3, ("model",)), [whole()])
+    save = SplitSave(ReplicatedSave("ab", 1, 3, ("model",)), [whole()])
     assert [len(save.split.portion(len(DATA), node)) for node in range(3)] == [0, 1, 1]
-    assert write_portion(storage, INFO, Split("ab", 0, 3, ("model",)), [whole()])
+    assert write_portion(storage, INFO, ReplicatedSave("ab", 0, 3, ("model",)), [whole()])
     with ThreadPoolExecutor(1) as pool:
-        helping = pool.submit(write_portion, storage, INFO, Split("ab", 2, 3, ("model",)), [whole()])
+        helping = pool.submit(write_portion, storage, INFO, ReplicatedSave("ab", 2, 3, ("model",)), [whole()])
         commit(storage, save)
         assert helping.result()
     assert (save.gave_up, save.nodes_that_write) == (None, 2)
@@ -200,7 +207,7 @@ def test_a_node_without_parts_has_nothing_to_do(storage: Storage) -> None:
 
 def test_a_node_whose_attempt_is_over_stops_waiting(storage: Storage) -> None:
     storage.begin_attempt(1)
-    assert write_portion(storage, INFO, Split("ab", 1, 2, ("model",)), [whole()], lambda: False)
+    assert write_portion(storage, INFO, ReplicatedSave("ab", 1, 2, ("model",)), [whole()], lambda: False)
 
 
 def test_a_part_that_is_sent_twice_counts_once(storage: Storage) -> None:
@@ -218,7 +225,7 @@ def test_a_part_that_is_sent_twice_counts_once(storage: Storage) -> None:
 
 
 def test_a_save_that_is_given_up_leaves_nothing(storage: Storage) -> None:
-    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     with pytest.raises(CommitFailed, match="quota"):
         commit_snapshot(storage, INFO, [StagedFile("small", _refusing(), lambda: "")], split=save)
     assert names_left(storage) == []
@@ -231,8 +238,8 @@ def _refusing() -> Iterator[memoryview]:
 
 def test_a_node_that_writes_alone_lets_the_others_go_on(storage: Storage) -> None:
     with ThreadPoolExecutor(1) as pool:
-        helping = pool.submit(write_portion, storage, INFO, Split("ab", 1, 2, ("model",)), [whole()])
-        commit(storage, SplitSave(Split("ab", 0, 2, ("model",)), []))
+        helping = pool.submit(write_portion, storage, INFO, ReplicatedSave("ab", 1, 2, ("model",)), [whole()])
+        commit(storage, SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), []))
         assert helping.result()
     Catalog(storage).verify(7)
 
@@ -243,7 +250,7 @@ def test_a_node_that_finds_no_save_says_so(storage: Storage) -> None:
     found = write_portion(
         storage,
         INFO,
-        Split("ab", 1, 2, ("model",)),
+        ReplicatedSave("ab", 1, 2, ("model",)),
         [whole()],
         clock=lambda: float(next(times)),
         sleep=lambda seconds: None,
@@ -268,5 +275,5 @@ def test_nodes_that_hold_the_snapshot_write_it_with_the_one_that_commits(
 ) -> None:
     """Three nodes of two ranks, named by their first one."""
     ranks = [(node, node not in without) for node in (0, 0, 2, 2, 4, 4)]
-    split = Split.between(ranks, own, "ab", ("optimizer.pt",))
+    split = ReplicatedSave.between(ranks, own, "ab", ("optimizer.pt",))
     assert (None if split is None else (split.node, split.nodes)) == expected

@@ -17,7 +17,7 @@ from checkpointing.commit.sharded_save import (
     LAST_PATIENCE_S,
     LONGEST_S,
     PATIENCE_S,
-    Together,
+    ShardedSave,
     await_shards,
     begin_together,
     write_shards,
@@ -31,7 +31,7 @@ from checkpointing.storage.local_transaction import LocalTransaction
 from checkpointing.storage.object_storage import ObjectStorage
 
 INFO = SnapshotInfo("run", 1, 5, 2, 40)
-SAVE = Together("ab12", ("shards/0.bin", "shards/1.bin"))
+SAVE = ShardedSave("ab12", ("shards/0.bin", "shards/1.bin"))
 DATA = b"what rank 1 holds"
 PARTS = ShardParts.of(memoryview(DATA))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.agent.duty import Duty
-from checkpointing.agent.storage_worker import StorageWorker
+from checkpointing.agent.writer import Writer
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers, open_tiers
@@ -94,8 +94,8 @@ def test_what_an_old_machine_commits_for_itself_does_not_count_when_it_comes_bac
     """Cut off, it went on; another machine did, too; then it is back, and begins the next attempt."""
     assert tiers.local is not None
 
-    def begin(tiers: Tiers, attempt: int) -> StorageWorker:
-        writer = StorageWorker(tiers, lambda message, arena: None, duty=Duty(True), local_retention=Retention(2))
+    def begin(tiers: Tiers, attempt: int) -> Writer:
+        writer = Writer(tiers, lambda message, arena: None, duty=Duty(True), local_retention=Retention(2))
         assert writer.begin_attempt(attempt, ()).answered.wait(120)
         return writer
 

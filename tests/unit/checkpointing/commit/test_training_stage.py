@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointing.commit.training_stage import FIRST_STAGE, STAGE_NAME, Stage, Stages
+from checkpointing.commit.training_stage import FIRST_STAGE, STAGE_NAME, TrainingStage, TrainingStages
 
 
 def test_under_a_supervisor_each_location_is_a_stage_in_the_order_of_use() -> None:
-    def lives(stages: Stages, ends: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
+    def lives(stages: TrainingStages, ends: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
         found = []
         for location, step in ends:
             stage = stages.enter(location, supervised=True)
@@ -19,12 +19,12 @@ def test_under_a_supervisor_each_location_is_a_stage_in_the_order_of_use() -> No
     ends = [("runs/sft", 60), ("runs/dpo/", 40), ("/x/ reward model", 10)]
     expected = [("", 1, 0), ("stage-2-dpo", 2, 60), ("stage-3-reward-model", 3, 100)]
     # A script that is started again makes them in the same order.
-    assert lives(Stages(), ends) == lives(Stages(), ends) == expected
+    assert lives(TrainingStages(), ends) == lives(TrainingStages(), ends) == expected
     assert all(STAGE_NAME.fullmatch(name) for name, _, _ in expected[1:])
 
 
 def test_the_same_location_is_another_stage_once_its_training_has_finished() -> None:
-    stages = Stages()
+    stages = TrainingStages()
     assert stages.enter("out", supervised=False) == FIRST_STAGE
     stages.leave("out", 30, finished=False)  # interrupted: a notebook's cell that is run again
     assert stages.enter("out", supervised=False) == FIRST_STAGE
@@ -37,7 +37,8 @@ def test_the_same_location_is_another_stage_once_its_training_has_finished() -> 
     )
     # Without a supervisor another location is on its own.
     assert (
-        stages.enter("other", supervised=False) == Stage("", 1, 0) or stages.enter("other", supervised=False).name == ""
+        stages.enter("other", supervised=False) == TrainingStage("", 1, 0)
+        or stages.enter("other", supervised=False).name == ""
     )
 
 
@@ -47,8 +48,8 @@ def test_what_is_no_stage_is_not_taken_for_one(name: str) -> None:
 
 
 def test_a_stage_survives_the_way() -> None:
-    stage = Stage("stage-2-dpo", 2, 60)
-    assert Stage.from_json(stage.to_json()) == stage
+    stage = TrainingStage("stage-2-dpo", 2, 60)
+    assert TrainingStage.from_json(stage.to_json()) == stage
 
 
 @pytest.mark.parametrize(
@@ -63,4 +64,4 @@ def test_a_stage_survives_the_way() -> None:
     ],
 )
 def test_what_describes_no_stage_is_passed_over(data: bytes) -> None:
-    assert Stage.from_json(data) is None
+    assert TrainingStage.from_json(data) is None

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.torch_files import torch_bytes
 from checkpointing.process import rng
 from checkpointing.state.train_state import TrainState
 
 
-def point(name: str, data: bytes) -> RestorePoint:
+def point(name: str, data: bytes) -> LoadedCheckpoint:
     files = {name: memoryview(bytearray(data))}
-    return RestorePoint(
+    return LoadedCheckpoint(
         "/runs/checkpoint-20", step=20, world_size=1, samples_consumed=80, files=files, path=None, private=True
     )
 
@@ -65,7 +65,7 @@ def test_a_model_file_that_makes_no_sense_is_named(data: bytes) -> None:
 
 
 def test_what_is_not_in_a_checkpoint_is_named() -> None:
-    for read in (RestorePoint.torch_object, RestorePoint.json):
+    for read in (LoadedCheckpoint.torch_object, LoadedCheckpoint.json):
         with pytest.raises(InvalidCheckpoint, match=r"scheduler\.pt is not in it"):
             read(point("x", b""), "scheduler.pt")
     with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors is not in it"):

@@ -8,7 +8,7 @@ import torch
 from thread_ranks import run_ranks
 
 from checkpointing.commit.shard_reading import PartCache, PartReader, read_range
-from checkpointing.commit.sharded_save import Together
+from checkpointing.commit.sharded_save import ShardedSave
 from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import (
     Extent,
@@ -38,7 +38,7 @@ def image(rank: int, num_ranks: int) -> FileImage:
     return FileImage("m", len(FILE), literals, [(29, torch.tensor(list(b"end"), dtype=torch.uint8))], [own])
 
 
-def laid_out(ranks: Ranks) -> tuple[list[FileImage], bytes, Together, dict[str, bytes]]:
+def laid_out(ranks: Ranks) -> tuple[list[FileImage], bytes, ShardedSave, dict[str, bytes]]:
     """Lay the file out as one rank, and copy what it has of its shard."""
     shards, index, together = ShardLayout(ranks).lay_out([image(ranks.rank, ranks.world_size)])
     contents = {}

@@ -21,7 +21,7 @@ from checkpointing.format.digest import (
     num_parts,
     part_digests,
 )
-from checkpointing.resume.verified_read import Shares, altered_file, altered_files
+from checkpointing.resume.verified_read import DigestShares, altered_file, altered_files
 
 PART = 1000
 
@@ -70,7 +70,7 @@ def test_ranks_find_a_flipped_bit_in_whosever_share_it_is(num_ranks: int) -> Non
     recorded = digest_buffer(data)
 
     def found(seen: bytes) -> str | None:
-        shares = [Shares(rank, num_ranks) for rank in range(num_ranks)]
+        shares = [DigestShares(rank, num_ranks) for rank in range(num_ranks)]
         for one in shares:
             one.add("model.safetensors", recorded, memoryview(seen))
         # Each has looked at its own parts alone.
@@ -91,7 +91,7 @@ def test_each_node_is_judged_by_its_own_ranks() -> None:
     """Of three nodes with two, one and two ranks, the last one has met other bytes."""
     data = os.urandom(4 * PART)
     damaged = bytes([data[0] ^ 1]) + data[1:]
-    shares = [Shares(0, 2), Shares(1, 2), Shares(0, 1), Shares(0, 2), Shares(1, 2)]
+    shares = [DigestShares(0, 2), DigestShares(1, 2), DigestShares(0, 1), DigestShares(0, 2), DigestShares(1, 2)]
     for number, one in enumerate(shares):
         one.add("f", digest_buffer(data), memoryview(damaged if number == 3 else data))
     ((rank, what),) = altered_files(shares)

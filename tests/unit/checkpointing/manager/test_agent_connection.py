@@ -12,7 +12,7 @@ from thread_ranks import run_ranks
 
 from checkpointing.agent.options import AgentOptions
 from checkpointing.commit.retention import Retention
-from checkpointing.commit.training_stage import Stages
+from checkpointing.commit.training_stage import TrainingStages
 from checkpointing.errors import AgentUnavailable, CheckpointError
 from checkpointing.host.environment import RankSettings
 from checkpointing.manager import agent_connection
@@ -47,7 +47,7 @@ class Agents:
 
 @pytest.fixture(autouse=True)
 def fresh_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_connection, "STAGES", Stages())
+    monkeypatch.setattr(agent_connection, "STAGES", TrainingStages())
 
 
 def options(location: Path, settings: RankSettings | None = None) -> Options:

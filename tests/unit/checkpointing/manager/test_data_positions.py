@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.torch_files import torch_bytes
 from checkpointing.manager.data_positions import DataPositions
 from checkpointing.process.ranks import Ranks
@@ -28,8 +28,8 @@ def drawn(positions: DataPositions, count: int, generator: torch.Tensor | None =
     return [batch.tolist() for (batch,) in itertools.islice(positions.batches(loader()), count)]
 
 
-def point(files: dict[str, bytes], world_size: int = 1) -> RestorePoint:
-    return RestorePoint(
+def point(files: dict[str, bytes], world_size: int = 1) -> LoadedCheckpoint:
+    return LoadedCheckpoint(
         "/runs/checkpoint-4",
         step=4,
         world_size=world_size,

@@ -10,7 +10,7 @@ import torch
 from small_checkpoint import network, snapshot, write_checkpoint
 from unit.checkpointing.doubles import Connection, options
 
-from checkpointing.commit.training_stage import Stage
+from checkpointing.commit.training_stage import TrainingStage
 from checkpointing.errors import CheckpointError
 from checkpointing.host.environment import RankSettings
 from checkpointing.host.heartbeat import Phase
@@ -80,7 +80,7 @@ def test_another_runs_checkpoint_is_for_the_first_training_only(tmp_path: Path) 
     assert first.starting_folder == source and first.stage_name == ""
     point = first.starting_point()
     assert point is not None and point.step == 10
-    later = training(tmp_path, Connection(tmp_path, stage=Stage("stage-2", 2, 10)), resume_from=source)
+    later = training(tmp_path, Connection(tmp_path, stage=TrainingStage("stage-2", 2, 10)), resume_from=source)
     assert later.starting_folder is None and later.starting_point() is None and later.stage_name == "stage-2"
 
 

@@ -20,7 +20,7 @@ from checkpointing.format.layout import MODEL_NAME
 from checkpointing.process.ranks import Ranks
 from checkpointing.snapshot import schedule as snapshotter
 from checkpointing.snapshot.request import Request
-from checkpointing.snapshot.schedule import Snapshotter
+from checkpointing.snapshot.schedule import SnapshotSchedule
 
 
 class FullArenas(Arenas):
@@ -83,7 +83,7 @@ def test_a_refused_snapshot_is_committed_directly_where_there_is_no_memory(
 ) -> None:
     tiers, client = open_tiers(str(tmp_path)), FullArenas(refusal)
     agent: Any = client
-    own = Snapshotter(agent, tiers, Ranks(), overlap=None, check_replicas=True)
+    own = SnapshotSchedule(agent, tiers, Ranks(), overlap=None, check_replicas=True)
     own.take(job.train_state, request(4, commit=commit), {})
     own.settle()
     # It may be tried again.

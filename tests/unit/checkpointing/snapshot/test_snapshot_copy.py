@@ -11,7 +11,7 @@ from thread_ranks import run_ranks
 from checkpointing.process.ranks import Ranks
 from checkpointing.snapshot.buddy_copies import BuddyCopies
 from checkpointing.snapshot.copy_thread import Copy
-from checkpointing.snapshot.snapshot_copy import SnapshotMaker
+from checkpointing.snapshot.snapshot_copy import SnapshotCopy
 
 
 class Client:
@@ -32,7 +32,7 @@ def test_copies_are_kept_only_if_all_nodes_have_memory_for_them(
 ) -> None:
     def reserve(ranks: Ranks) -> bool:
         client: Any = Client(room[ranks.rank])
-        maker = SnapshotMaker(client, ranks, Any, check_replicas=False, pinning=None)  # type: ignore[arg-type]
+        maker = SnapshotCopy(client, ranks, Any, check_replicas=False, pinning=None)  # type: ignore[arg-type]
         maker.buddies = BuddyCopies(client, ranks.with_new_group())
         maker.reserve(9, Copy(lambda copy: None))
         assert client.asked == [(9, 9)]
@@ -45,7 +45,7 @@ def test_copies_are_kept_only_if_all_nodes_have_memory_for_them(
 
 def test_without_copies_no_memory_is_asked_for_them() -> None:
     client: Any = Client(False)
-    maker = SnapshotMaker(client, Ranks(), Any, check_replicas=False, pinning=None)  # type: ignore[arg-type]
+    maker = SnapshotCopy(client, Ranks(), Any, check_replicas=False, pinning=None)  # type: ignore[arg-type]
     maker.reserve(9, Copy(lambda copy: None))
     maker.close()
     assert client.asked == [(9, 0)]

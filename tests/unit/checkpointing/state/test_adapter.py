@@ -13,7 +13,7 @@ from unit.checkpointing.doubles import Connection, options
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import pieces
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.manager.restorable import RestorableTraining
 from checkpointing.process.device import Host
@@ -44,13 +44,13 @@ def tracked(base: Any, r: int = 4, **options: Any) -> TrainState:
     return TrainState(adapted, torch.optim.AdamW(trained), adapter=adapter_of(adapted))
 
 
-def saved(source: TrainState) -> RestorePoint:
+def saved(source: TrainState) -> LoadedCheckpoint:
     state = source.capture()
     image = safetensors_image(state.weights_name, state.model)
     data = b"".join(bytes(piece) for piece in pieces(image, memoryview(bytearray(4096)), Host()))
     files = {image.name: data, **state.small}
     views = {name: memoryview(bytearray(content)) for name, content in files.items()}
-    return RestorePoint(
+    return LoadedCheckpoint(
         "/runs/checkpoint-20", step=20, world_size=1, samples_consumed=80, files=views, path=None, private=True
     )
 

@@ -11,12 +11,12 @@ from thread_ranks import run_ranks
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.torch_files import torch_bytes
 from checkpointing.format.layout import OPTIONS_NAME, rank_object_name
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.param_names import matched_to
-from checkpointing.state.pipeline import Stages, in_order_of_layers
+from checkpointing.state.pipeline import PipelineState, in_order_of_layers
 
 LAYERS = 4
 
@@ -76,7 +76,7 @@ SPLITS = [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1, 2], [3]], [[0, 2], [1, 3]]
 def test_all_ranks_write_the_state_of_the_whole_model(split: list[list[int]]) -> None:
     def save(ranks: Ranks) -> Any:
         model, optimizer = stage(split[ranks.rank])
-        stages = Stages(model, optimizer, ranks)
+        stages = PipelineState(model, optimizer, ranks)
         step(optimizer)
         parts: sharding.Parts = {}
         own = sharding.stand_ins(stages.weights(model.state_dict(keep_vars=True), 9), parts)
@@ -132,7 +132,7 @@ def test_moments_of_another_parameter_are_refused() -> None:
         step(whole)
         state = whole.state_dict()
         state["state"][0], state["state"][4] = state["state"][4], state["state"][0]
-        return Stages(model, optimizer, ranks).own_state(state)
+        return PipelineState(model, optimizer, ranks).own_state(state)
 
     for rank, result in enumerate(run_ranks(restore, 2)):
         if rank == 0:
@@ -161,7 +161,7 @@ def test_parameters_are_found_by_name_where_the_file_has_another_order() -> None
 
     def restore(ranks: Ranks) -> dict[str, torch.Tensor]:
         model, optimizer = stage(range(2 * ranks.rank, 2 * ranks.rank + 2))
-        optimizer.load_state_dict(Stages(model, optimizer, ranks).own_state(state))
+        optimizer.load_state_dict(PipelineState(model, optimizer, ranks).own_state(state))
         return moments(model, optimizer)
 
     model, optimizer = stage(range(LAYERS))
@@ -176,7 +176,7 @@ def test_a_stage_takes_its_own_part_of_a_whole_models_optimizer() -> None:
 
     def restore(ranks: Ranks) -> Any:
         model, optimizer = stage(range(2 * ranks.rank, 2 * ranks.rank + 2))
-        own = Stages(model, optimizer, ranks).own_state(whole.state_dict())
+        own = PipelineState(model, optimizer, ranks).own_state(whole.state_dict())
         optimizer.load_state_dict(own)
         return [optimizer.state_dict()["state"][n]["exp_avg"] for n in range(4)]
 
@@ -192,7 +192,7 @@ def test_another_model_is_refused() -> None:
 
     def restore(ranks: Ranks) -> Any:
         with pytest.raises(ValueError, match=r"it has groups of \[2\] parameters, the stages \[4, 4\]"):
-            Stages(*stage(range(2 * ranks.rank, 2 * ranks.rank + 2)), ranks).own_state(other.state_dict())
+            PipelineState(*stage(range(2 * ranks.rank, 2 * ranks.rank + 2)), ranks).own_state(other.state_dict())
 
     ran(restore, 2)
 
@@ -200,7 +200,7 @@ def test_another_model_is_refused() -> None:
 def test_of_replicas_of_a_stage_one_on_each_node_writes() -> None:
     def writes(ranks: Ranks) -> Any:
         model, optimizer = stage(range(2) if ranks.rank % 2 == 0 else range(2, 4))
-        stages = Stages(model, optimizer, ranks)
+        stages = PipelineState(model, optimizer, ranks)
         live = model.state_dict(keep_vars=True)
         return [next(iter(stages.weights(live, size).values())).is_written for size in (2, 9)], [
             stages.is_spread(size) for size in (1, 2, 4)
@@ -217,7 +217,7 @@ def test_names_must_be_those_of_the_whole_model() -> None:
         with pytest.raises(
             CheckpointError, match=r"0.weight is of shape \(2, 2\) in one stage and \(3, 2\) in another"
         ):
-            Stages(model, torch.optim.SGD(model.parameters()), ranks)
+            PipelineState(model, torch.optim.SGD(model.parameters()), ranks)
 
     ran(make, 2)
 
@@ -227,7 +227,7 @@ def test_what_one_rank_cannot_save_is_refused_by_all() -> None:
         model, optimizer = stage(range(2 * ranks.rank, 2 * ranks.rank + 2))
         given: Any = optimizer if ranks.rank else object()
         with pytest.raises(CheckpointError, match=r"pipeline: the optimizer is a object; use one of torch.optim"):
-            Stages(model, given, ranks)
+            PipelineState(model, given, ranks)
 
     ran(make, 2)
 
@@ -238,11 +238,11 @@ def test_each_stage_continues_with_its_own_options(world_size: int, caplog: pyte
 
     def resume(ranks: Ranks) -> tuple[bool, float]:
         model, optimizer = stage([ranks.rank])
-        stages = Stages(model, optimizer, ranks)
+        stages = PipelineState(model, optimizer, ranks)
         optimizer.param_groups[0]["lr"] = 0.1 + ranks.rank
         own = torch_bytes(stages.options(optimizer.state_dict()))
         files = {rank_object_name(OPTIONS_NAME, ranks.rank): memoryview(bytearray(own))}
-        point = RestorePoint(
+        point = LoadedCheckpoint(
             "here",
             step=1,
             world_size=world_size,

@@ -12,7 +12,7 @@ from small_training import Average
 from checkpointing.errors import CheckpointError
 from checkpointing.files import loaded_checkpoint as restore_point
 from checkpointing.files.file_images import FileImage, blob_image, pieces
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.files.torch_files import TorchFileLayout
 from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
@@ -37,7 +37,7 @@ def training(seed: int = 0, **options: Any) -> TrainState:
     return state
 
 
-def point(state: CapturedState) -> RestorePoint:
+def point(state: CapturedState) -> LoadedCheckpoint:
     images: list[FileImage] = [
         safetensors_image(state.weights_name, state.model),
         TorchFileLayout(OPTIMIZER_NAME).image(state.optimizer),
@@ -46,7 +46,7 @@ def point(state: CapturedState) -> RestorePoint:
     ]
     window = memoryview(bytearray(1 << 16))
     files = {image.name: memoryview(bytearray(b"".join(map(bytes, pieces(image, window, Host()))))) for image in images}
-    return RestorePoint(
+    return LoadedCheckpoint(
         "/runs/checkpoint-1", step=1, world_size=1, samples_consumed=1, files=files, path=None, private=True
     )
 

@@ -11,17 +11,17 @@ from safetensors.torch import save
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from checkpointing.errors import CheckpointError
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import ADAPTER_NAME, MASTER_NAME, MODEL_NAME
 from checkpointing.state.weights import _copied_into, restore_weights
 
 EXACT = torch.full((2, 2), 1 / 3)
 
 
-def point(**files: dict[str, torch.Tensor]) -> RestorePoint:
+def point(**files: dict[str, torch.Tensor]) -> LoadedCheckpoint:
     names = {"model": MODEL_NAME, "masters": MASTER_NAME}
     contents = {names[name]: memoryview(bytearray(save(state))) for name, state in files.items()}
-    return RestorePoint(
+    return LoadedCheckpoint(
         "/runs/checkpoint-5", step=5, world_size=1, samples_consumed=5, files=contents, path=None, private=True
     )
 
@@ -40,12 +40,12 @@ class Zero:
     def release(self) -> None:
         self.released = True
 
-    def restore_parameters(self, point: RestorePoint, sources: Any) -> None:
+    def restore_parameters(self, point: LoadedCheckpoint, sources: Any) -> None:
         assert self.released, "what an evaluation has assembled would stay in use"
         self.sources = {name: (file, tensor.dtype) for name, (file, tensor) in sources.items()}
 
 
-def restore(model: torch.nn.Module, files: RestorePoint, zero: Any = None) -> None:
+def restore(model: torch.nn.Module, files: LoadedCheckpoint, zero: Any = None) -> None:
     restore_weights(model, files, adapter=None, zero=zero, place=lambda state: state)
 
 
@@ -90,7 +90,7 @@ def test_an_adapter_is_restored_by_its_own_rules() -> None:
     model, restored = linear(), list[Any]()
     saved, zero = torch.full((2, 2), 0.5), Zero()
 
-    def restored_by(model: torch.nn.Linear, point: RestorePoint) -> dict[int, torch.Tensor]:
+    def restored_by(model: torch.nn.Linear, point: LoadedCheckpoint) -> dict[int, torch.Tensor]:
         restored.append(model)
         return {id(model.weight): saved}
 

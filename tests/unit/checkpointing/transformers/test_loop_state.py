@@ -13,7 +13,7 @@ from restore_points import point
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState
 
 LOOP = {"tr_loss": 0.25, "last_logged": 10, "metrics": {"entropy": [0.5, 1]}, "train_tokens": 1000}
@@ -179,7 +179,9 @@ def test_the_mean_of_what_was_added_up_is_kept_on_any_number_of_ranks(world_size
     }
     shares = []
     for rank in range(world_size):
-        here = RestorePoint("here", step=12, world_size=3, samples_consumed=0, files=files, path=None, private=False)
+        here = LoadedCheckpoint(
+            "here", step=12, world_size=3, samples_consumed=0, files=files, path=None, private=False
+        )
         found = LoopState.read(here, rank, world_size)
         assert found is not None
         shares.append(float(found.tr_loss))

@@ -18,8 +18,8 @@ from checkpointing.errors import Preempted
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.overrides import Staging
 from checkpointing.transformers.saving import SavingMixin
-from checkpointing.transformers.session import Session
 from checkpointing.transformers.start import Start
+from checkpointing.transformers.train_call import TrainCall
 
 # What a stock Trainer does in addition when it saves.
 LARGE = ("_save_scaler", "_save_rng_state", "_save_optimizer_and_scheduler", "_push_from_checkpoint")
@@ -67,7 +67,7 @@ class Subject(SavingMixin, Stock):
         Stock.__init__(self)
         self._manager = Mock(scratch=tmp_path, static_files={"config.json": b"{}"})
         self._manager.wants.return_value = True
-        self._session = Session(
+        self._session = TrainCall(
             data=Mock(layout=StepLayout(2, 2, 1), stream=None),
             guard=Mock(recent_losses=None),
             evaluation=Mock(before=None, after=None),

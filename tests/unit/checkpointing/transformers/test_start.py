@@ -12,15 +12,15 @@ import pytest
 from transformers import TrainerState
 
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.files.loaded_checkpoint import RestorePoint
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.transformers.start import Start, choose_start
 
 STATE = json.dumps(dataclasses.asdict(TrainerState(global_step=20, epoch=1.0))).encode()
 
 
-def checkpoint(**loop_state: Any) -> RestorePoint:
+def checkpoint(**loop_state: Any) -> LoadedCheckpoint:
     files = {"trainer_state.json": STATE, "loop_state_0.json": json.dumps(loop_state).encode()}
-    return RestorePoint(
+    return LoadedCheckpoint(
         "/runs/checkpoint-20",
         step=20,
         world_size=1,
@@ -32,11 +32,11 @@ def checkpoint(**loop_state: Any) -> RestorePoint:
 
 
 class Manager:
-    def __init__(self, point: RestorePoint | None = None, starting_folder: str | None = None) -> None:
+    def __init__(self, point: LoadedCheckpoint | None = None, starting_folder: str | None = None) -> None:
         self._point, self.starting_folder, self.stage_name = point, starting_folder, ""
         self.on_device: bool | None = None
 
-    def choose(self, *, on_device: bool | None = None) -> RestorePoint | None:
+    def choose(self, *, on_device: bool | None = None) -> LoadedCheckpoint | None:
         self.on_device = on_device
         return self._point
 

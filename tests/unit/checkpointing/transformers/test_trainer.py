@@ -22,9 +22,9 @@ from checkpointing.transformers.evaluation import EvaluationCutShort, Interrupti
 from checkpointing.transformers.guards import StepGuard
 from checkpointing.transformers.loop_state import JobRecord, LoopState
 from checkpointing.transformers.options import Options
-from checkpointing.transformers.session import Session
 from checkpointing.transformers.start import Start
 from checkpointing.transformers.throughput import Throughput
+from checkpointing.transformers.train_call import TrainCall
 from checkpointing.transformers.trainer import ResilientMixin
 
 LAYOUT = StepLayout(1, 2, 2)
@@ -99,7 +99,7 @@ class Subject(ResilientMixin, Loop):
             "throughput": Throughput(),
         }
         self._manager = manager
-        self._session = Session(start=start or Start(), **{**defaults, **parts})
+        self._session = TrainCall(start=start or Start(), **{**defaults, **parts})
         self._options = Options()
         skipped: Any = ()
         self._notices, self._skipped, self._beginning, self._adapter = Mock(), skipped, None, None

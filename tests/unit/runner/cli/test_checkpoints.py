@@ -10,7 +10,7 @@ import pytest
 from command_line import run_command
 
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
-from checkpointing.commit.training_stage import Stage
+from checkpointing.commit.training_stage import TrainingStage
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.host import locking
@@ -110,7 +110,7 @@ def test_export_into_the_current_directory_is_refused(run: Path, tmp_path: Path)
 def stages(run: Path) -> Path:
     """A run of two stages, both of which have a checkpoint of step 40."""
     place = LocalStorage(run / "checkpoints")
-    stage = Stage("stage-2-dpo", 2, 40)
+    stage = TrainingStage("stage-2-dpo", 2, 40)
     place.sidecars.write(f"{stage.name}.json", stage.to_json())
     for step in (40, 50):
         data = b"other" * step

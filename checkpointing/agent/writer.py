@@ -26,7 +26,7 @@ from checkpointing.agent.sidecars import SidecarWriter
 from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.agent.uploader import Uploader
 from checkpointing.commit.catalog import CatalogEntry
-from checkpointing.commit.replicated_save import Split
+from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers
 from checkpointing.host.threads import in_background
@@ -49,7 +49,7 @@ class _Commit:
     """A snapshot to commit, and the save where other nodes write parts of it."""
 
     arena: Arena
-    split: Split | None
+    split: ReplicatedSave | None
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Portion:
     """A snapshot that another node commits, and which parts of it this one writes."""
 
     arena: Arena
-    split: Split
+    split: ReplicatedSave
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _PostMortem:
 _Task = _Commit | _Portion | _PostMortem | _Prune
 
 
-class StorageWorker:
+class Writer:
     """Methods are called by the agent's main thread; results are reported from other threads.
 
     Attributes:
@@ -167,7 +167,7 @@ class StorageWorker:
         """Compute a snapshot's digests; reports `Digested`."""
         self._digesting.put(arena)
 
-    def commit(self, arena: Arena, split: Split | None = None) -> None:
+    def commit(self, arena: Arena, split: ReplicatedSave | None = None) -> None:
         """Commit a snapshot; reports `Committed` or `CommitFailed`.
 
         Args:
@@ -182,7 +182,7 @@ class StorageWorker:
                 arena.begun = in_background(begin, "checkpoint-begin").result
         self._committing.put(_Commit(arena, split))
 
-    def write_portion(self, arena: Arena, split: Split) -> None:
+    def write_portion(self, arena: Arena, split: ReplicatedSave) -> None:
         """Write this node's parts of a snapshot that another one commits; reports `PortionEnded`."""
         self._committing.put(_Portion(arena, split))
 

@@ -21,7 +21,7 @@ from checkpointing.transformers.uneven import can_be_uneven
 
 
 @dataclass
-class Session:
+class TrainCall:
     """The state of one training; another call of `train` gets a new one.
 
     Attributes:
@@ -62,7 +62,7 @@ class Session:
         options: Options,
         layout: StepLayout,
         beginning: Mapping[str, Any] | None,
-    ) -> Session:
+    ) -> TrainCall:
         """Create the session of a training that is about to start.
 
         Args:

@@ -7,18 +7,18 @@ from unit.checkpointing.agent.doubles import Reports, UnthreadedWorker
 
 from checkpointing.agent.events import Committed
 from checkpointing.agent.results import Digested, Report
-from checkpointing.agent.stage_workers import StageWorkers
+from checkpointing.agent.writers import Writers
 from checkpointing.commit.tiers import Tiers
-from checkpointing.commit.training_stage import FIRST_STAGE, Stage
+from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
 from checkpointing.storage import open_storage
 
-SECOND = Stage("stage-2-dpo", 2, 20)
+SECOND = TrainingStage("stage-2-dpo", 2, 20)
 
 
 class Desk:
     def __init__(self) -> None:
         self.reports, self.made = Reports(), list[tuple[Tiers, Report]]()
-        self.workers = StageWorkers(Tiers(open_storage("memory://here/run")), self.reports, self.make)
+        self.workers = Writers(Tiers(open_storage("memory://here/run")), self.reports, self.make)
 
     def make(self, tiers: Tiers, report: Report) -> UnthreadedWorker:
         self.made.append((tiers, report))
@@ -60,4 +60,4 @@ def test_results_of_a_later_stage_are_stamped(desk: Desk) -> None:
 @pytest.mark.parametrize("name", ["", "stage-1", "../stage-2"])
 def test_a_name_that_is_none_is_refused(name: str, desk: Desk) -> None:
     with pytest.raises(ValueError, match="is not the name of a stage"):
-        desk.workers.check(Stage(name, 2, 0))
+        desk.workers.check(TrainingStage(name, 2, 0))

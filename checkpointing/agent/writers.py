@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.results import Report, Result, stamped
-from checkpointing.agent.storage_worker import StorageWorker
+from checkpointing.agent.writer import Writer
 from checkpointing.commit.tiers import Tiers
-from checkpointing.commit.training_stage import FIRST_STAGE, STAGE_NAME, Stage
+from checkpointing.commit.training_stage import FIRST_STAGE, STAGE_NAME, TrainingStage
 
-MakeWorker = Callable[[Tiers, Report], StorageWorker]
+MakeWorker = Callable[[Tiers, Report], Writer]
 
 
-class StageWorkers:
+class Writers:
     """Keeps the workers of stages that are over until the agent ends: their uploads may not be.
 
     Attributes:
@@ -35,16 +35,16 @@ class StageWorkers:
         self._is_hurried = False
 
     @property
-    def current(self) -> StorageWorker:
+    def current(self) -> Writer:
         """Of the stage that trains now."""
         return self._workers[self.stage.name]
 
     @property
-    def of_run(self) -> StorageWorker:
+    def of_run(self) -> Writer:
         """Of the run's own location, where other machines look for what concerns the run as a whole."""
         return self._workers[FIRST_STAGE.name]
 
-    def of(self, stage: str) -> StorageWorker:
+    def of(self, stage: str) -> Writer:
         """Of a stage that has been entered."""
         return self._workers[stage]
 
@@ -62,7 +62,7 @@ class StageWorkers:
         self.stage = FIRST_STAGE
 
     @staticmethod
-    def check(stage: Stage) -> None:
+    def check(stage: TrainingStage) -> None:
         """Check that a later stage can be entered.
 
         Raises:
@@ -71,7 +71,7 @@ class StageWorkers:
         if not STAGE_NAME.fullmatch(stage.name):
             raise ValueError(f"{stage.name!r} is not the name of a stage")
 
-    def enter(self, stage: Stage) -> None:
+    def enter(self, stage: TrainingStage) -> None:
         """Make this the stage that trains now, and start its threads when it is entered for the first time."""
         self.stage = stage
         if stage.name not in self._workers:
@@ -96,5 +96,5 @@ class StageWorkers:
         for worker in self._workers.values():
             worker.close()
 
-    def _report_of(self, stage: Stage, result: Result, arena: Arena | None) -> None:
+    def _report_of(self, stage: TrainingStage, result: Result, arena: Arena | None) -> None:
         self._report(stamped(result, stage), arena)
