@@ -22,8 +22,8 @@ from runner.__main__ import main
 from runner.journal.journal import Journal
 from runner.node.helpers import Helpers
 from runner.node.node import Node
+from runner.peers.connection import Connection
 from runner.supervisor.membership import Membership
-from runner.supervisor.peer_connection import Connection
 
 # Their number depends on time, not on the protocol.
 _BY_TIME = {"sent ping", "sent busy", "received busy", "recorded progress", "received event", "agent ping"}

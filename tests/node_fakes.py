@@ -11,15 +11,15 @@ from typing import Any
 from checkpointing.agent.events import Committed, Event
 from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.config.schema import Config
+from runner.journal.attempts import AttemptResult, AttemptSpec
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.node.agent_events import AgentEvents
-from runner.node.messages import AttemptResult, AttemptSpec
-from runner.node.rank_watch import RankWatch
+from runner.peers.messages import PeerMessage
+from runner.ranks.watch import RankWatch
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.supervisor.peer_messages import PeerMessage
-from runner.supervisor.session import Session
+from runner.session.session import Session
 from runner.system.event_loop import StopRequest
 from runner.system.host import Host
 

@@ -85,8 +85,8 @@ class Catalog:
                 return entry
         steps = ", ".join(str(number) for number in sorted({e.step for e in entries if e.manifest})) or "none"
         reason = copies[0].problem if copies else "there is no such checkpoint"
-        place = (copies[0].storage if copies else self.storages[-1]).describe(step)
-        raise InvalidCheckpoint(place, f"{reason}; committed steps: {steps}")
+        label = (copies[0].storage if copies else self.storages[-1]).describe(step)
+        raise InvalidCheckpoint(label, f"{reason}; committed steps: {steps}")
 
     def verify(self, step: int, read: Callable[[int], None] = lambda nbytes: None) -> Manifest:
         """Read the nearest copy of a step and compare every digest.
@@ -121,14 +121,14 @@ def verify(storage: Storage, step: int, read: Callable[[int], None] = lambda nby
         StorageUnreachable: It cannot be read now.
     """
     manifest = storage.read_manifest(step)
-    place = storage.describe(step)
+    label = storage.describe(step)
     for file in manifest.files:
         try:
             actual = digest_of(storage.file(manifest, file.name), algorithm_of(file.digest))
         except OSError as error:
-            raise fault(place, file.name, error) from None
+            raise fault(label, file.name, error) from None
         if actual != file.digest:
-            raise InvalidCheckpoint(place, f"{file.name} was altered: its digest differs from the manifest's")
+            raise InvalidCheckpoint(label, f"{file.name} was altered: its digest differs from the manifest's")
         read(file.size)
     return manifest
 

@@ -61,13 +61,13 @@ class MemoryFile(io.RawIOBase):
         return len(data)
 
 
-def fault(place: str, name: str, error: OSError) -> CheckpointError:
+def fault(label: str, name: str, error: OSError) -> CheckpointError:
     """Return the error to raise for a checkpoint, one of whose files could not be read."""
     reason = f"{name} cannot be read ({error.strerror or error})"
     is_refused = error.errno in AWAY_ERRNOS or isinstance(error, PermissionError)
     if is_refused or (isinstance(error, StorageError) and not isinstance(error, ObjectMissing)):
-        return StorageUnreachable(f"{place}: {reason}")
-    return InvalidCheckpoint(place, reason)
+        return StorageUnreachable(f"{label}: {reason}")
+    return InvalidCheckpoint(label, reason)
 
 
 def pieces_of(source: Path | RemoteFile) -> Iterator[memoryview]:

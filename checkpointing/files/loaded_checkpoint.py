@@ -39,7 +39,7 @@ class LoadedCheckpoint:
     """A state whose bytes have been read and verified. It is parsed without running code from it.
 
     Attributes:
-        place: What the state is called in messages.
+        label: What the state is called in messages.
         step: Its step.
         world_size: Number of ranks that wrote it.
         samples_consumed: Its data cursor, in samples drawn by all ranks.
@@ -52,7 +52,7 @@ class LoadedCheckpoint:
 
     def __init__(
         self,
-        place: str,
+        label: str,
         *,
         step: int,
         world_size: int,
@@ -65,7 +65,7 @@ class LoadedCheckpoint:
         is_snapshot: bool = False,
         rank: int = 0,
     ) -> None:
-        self.place = place
+        self.label = label
         self.step = step
         self.world_size = world_size
         self.samples_consumed = samples_consumed
@@ -117,7 +117,7 @@ class LoadedCheckpoint:
             first_line = (str(error).splitlines() or [""])[0]
             text = f"{type(error).__name__}: {first_line}".encode(errors="replace").decode()
             raise InvalidCheckpoint(
-                self.place,
+                self.label,
                 f"{name} matches its digest but cannot be parsed ({textwrap.shorten(text, 300)}); resume from another "
                 "step",
             ) from error
@@ -132,7 +132,7 @@ class LoadedCheckpoint:
         other = next((other for other in WEIGHTS_NAMES if other != name and self.has(other)), None)
         if other is not None and not self.has(name):
             raise CheckpointError(
-                f"{self.place} holds {other}, this training saves {name}. Use the method that wrote it (full or an "
+                f"{self.label} holds {other}, this training saves {name}. Use the method that wrote it (full or an "
                 "adapter), or another output_dir."
             )
         buffer = self._data(name)
@@ -218,7 +218,7 @@ class LoadedCheckpoint:
         if self.spread is not None and self.spread.has(name):
             return self.spread.open(name)
         if name not in self._files:
-            raise InvalidCheckpoint(self.place, f"{name} is not in it; resume from another step")
+            raise InvalidCheckpoint(self.label, f"{name} is not in it; resume from another step")
         return self._files[name]
 
     def end_reading(self) -> None:

@@ -73,7 +73,7 @@ class SpreadFiles:
     """The spread files of one checkpoint, as one rank reads them.
 
     Args:
-        place: What the checkpoint is called in messages.
+        label: What the checkpoint is called in messages.
         index: Which bytes are in which shard.
         files: The checkpoint's files, by name.
         held: Shards that are in memory, and verified, by rank.
@@ -83,14 +83,14 @@ class SpreadFiles:
 
     def __init__(
         self,
-        place: str,
+        label: str,
         index: ShardIndex,
         files: Mapping[str, Recorded],
         held: Mapping[int, memoryview],
         served: Mapping[int, ShardParts] | None = None,
         on_fault: OnFault = lambda reason: None,
     ) -> None:
-        self._place, self._index, self._readers = place, index, ShardReaders(files, held)
+        self._label, self._index, self._readers = label, index, ShardReaders(files, held)
         self.served = dict(served or {})
         self._release: Callable[[], None] = lambda: None
         self._opened: dict[str, _Opened] = {}
@@ -224,9 +224,9 @@ class SpreadFiles:
             yield
         except ValueError as error:
             self._on_fault(str(error))
-            raise InvalidCheckpoint(self._place, str(error)) from None
+            raise InvalidCheckpoint(self._label, str(error)) from None
         except OSError as error:
-            raise fault(self._place, "a shard", error) from None
+            raise fault(self._label, "a shard", error) from None
 
 
 def _new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -238,7 +238,7 @@ def _new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def open_spread(
-    place: str,
+    label: str,
     files: Mapping[str, Recorded],
     index: memoryview,
     writers: int,
@@ -252,7 +252,7 @@ def open_spread(
     each most likely needs its own shard.
 
     Args:
-        place: What the checkpoint is called in messages.
+        label: What the checkpoint is called in messages.
         files: Its files, by name.
         index: Its index, verified.
         writers: Number of ranks that wrote it.
@@ -270,7 +270,7 @@ def open_spread(
         return min(writer * world_size // writers, world_size - 1) == rank
 
     if without:
-        spread = _spread(place, files, index, {})
+        spread = _spread(label, files, index, {})
         spread.verify(is_own, without)
         return spread
     held: dict[int, memoryview] = {}
@@ -290,32 +290,32 @@ def open_spread(
             else:
                 actual = digest_of(source, algorithm)
         except OSError as error:
-            raise fault(place, name, error) from None
+            raise fault(label, name, error) from None
         except ValueError as error:
-            raise InvalidCheckpoint(place, str(error)) from None
+            raise InvalidCheckpoint(label, str(error)) from None
         if actual != recorded:
-            raise InvalidCheckpoint(place, altered(name, actual))
-    return _spread(place, files, index, held)
+            raise InvalidCheckpoint(label, altered(name, actual))
+    return _spread(label, files, index, held)
 
 
 def _spread(
-    place: str, files: Mapping[str, Recorded], index: memoryview, held: Mapping[int, memoryview]
+    label: str, files: Mapping[str, Recorded], index: memoryview, held: Mapping[int, memoryview]
 ) -> SpreadFiles:
     try:
-        return SpreadFiles(place, index_of(index, files), files, held)
+        return SpreadFiles(label, index_of(index, files), files, held)
     except OSError as error:
-        raise fault(place, "a shard", error) from None
+        raise fault(label, "a shard", error) from None
     except ValueError as error:
-        raise InvalidCheckpoint(place, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
+        raise InvalidCheckpoint(label, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
 
 
 def open_share(
-    place: str, files: Mapping[str, Recorded], index: memoryview, served: Collection[int], on_fault: OnFault
+    label: str, files: Mapping[str, Recorded], index: memoryview, served: Collection[int], on_fault: OnFault
 ) -> SpreadFiles:
     """Verify this rank's part of a snapshot in memory, and return the spread files, which cannot be read yet.
 
     Args:
-        place: What the snapshot is called in messages.
+        label: What the snapshot is called in messages.
         files: What the node has of it, by name, in memory.
         index: Its index, verified.
         served: The shards that this rank verifies, for all ranks.
@@ -330,9 +330,9 @@ def open_share(
         assert isinstance(data, memoryview)
         parts[shard] = ShardParts.of(data)
         if parts[shard].digest != recorded:
-            raise InvalidCheckpoint(place, altered(shard_name(shard), parts[shard].digest))
+            raise InvalidCheckpoint(label, altered(shard_name(shard), parts[shard].digest))
     try:
         parsed = ShardIndex.from_json(index)
     except ValueError as error:
-        raise InvalidCheckpoint(place, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
-    return SpreadFiles(place, parsed, {}, {}, parts, on_fault)
+        raise InvalidCheckpoint(label, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
+    return SpreadFiles(label, parsed, {}, {}, parts, on_fault)

@@ -173,8 +173,8 @@ class _Choice:
                     continue
                 self._quarantine(proposal.condemned)
                 if self._ranks.is_first:
-                    place = self._tiers.name(storage) if storage is not None else "memory"
-                    self._client.announce(Resumed(step=step, source=place))
+                    source = self._tiers.name(storage) if storage is not None else "memory"
+                    self._client.announce(Resumed(step=step, source=source))
                 return point
             if problem.unreachable:
                 raise StorageUnreachable(problem.text)
@@ -268,9 +268,9 @@ class _Choice:
         everyone = ranks.gather((mine, shares))
         problems = [problem for problem, _ in everyone]
         if not any(problems):
-            place = point.place if point is not None else "the snapshot of another node"
+            label = point.label if point is not None else "the snapshot of another node"
             for first, what in altered_files([theirs for _, theirs in everyone]):
-                problems[first] = (str(InvalidCheckpoint(place, what)), False)
+                problems[first] = (str(InvalidCheckpoint(label, what)), False)
         return point, next((_Problem(rank, *found) for rank, found in enumerate(problems) if found is not None), None)
 
     def _skip(self, step: int, tier: int | None, storage: Storage | None, problem: _Problem) -> None:
@@ -385,8 +385,8 @@ def _newest_whole(
             if doubts.is_condemned(key) or entry.is_foreign:
                 continue
             if doubts.is_hopeless(key):
-                place = entry.storage.describe(entry.step)
-                return _Proposal(error=f"{place} has other bytes each time it is read", unreachable=True)
+                label = entry.storage.describe(entry.step)
+                return _Proposal(error=f"{label} has other bytes each time it is read", unreachable=True)
             if entry.manifest is not None:
                 doubts.wait(key)
                 return _Proposal(*key)

@@ -61,7 +61,7 @@ class Restorer:
         with self._timed():
             point = choose(self._tiers, self._resume, self._ranks, self._client, private=private)
         if point is not None and self._ranks.is_first and not self._supervised:
-            print(f"checkpointing: resumed from step {point.step} ({point.place})", file=sys.stderr, flush=True)
+            print(f"checkpointing: resumed from step {point.step} ({point.label})", file=sys.stderr, flush=True)
         return point
 
     def starting_point(self, folder: str, *, private: bool) -> LoadedCheckpoint:
@@ -192,7 +192,7 @@ def restore_generators(point: LoadedCheckpoint, rank: int, world_size: int) -> N
     if not point.has(own) and rank > 0 and not rank_settings().is_exact:
         logger.warning(
             "%s holds no generator state of rank %d (it has that of %d): it continues with that of rank 0",
-            point.place,
+            point.label,
             rank,
             point.world_size,
         )

@@ -119,13 +119,13 @@ class _Located:
     """The files of a checkpoint or of a snapshot.
 
     Attributes:
-        place: What it is called in messages.
+        label: What it is called in messages.
         info: Its step, world size and data cursor.
         files: Each file's bytes and recorded digest, by name.
         path: Its directory, where it is on this machine.
     """
 
-    place: str
+    label: str
     info: SnapshotInfo
     files: Mapping[str, Recorded]
     path: Path | None = None
@@ -148,7 +148,7 @@ class _Verifier:
             InvalidCheckpoint: The file was altered.
             StorageUnreachable: It cannot be read now.
         """
-        place, shares = self.located.place, self.shares
+        label, shares = self.located.label, self.shares
         source, digest = self.located.files[name]
         # A model is copied into its parameters anyway, and what is in memory need not be read ahead.
         in_place = not self.private or (name in WEIGHTS_NAMES and isinstance(source, memoryview))
@@ -162,13 +162,13 @@ class _Verifier:
         try:
             data, actual = read_shared(source, running) if in_place else read_private(source, memory, running)
         except OSError as error:
-            raise fault(place, name, error) from None
+            raise fault(label, name, error) from None
         if in_parts and shares.local_world_size > 1 and name not in self.own and num_parts(len(data)) > 1:
             shares.add(name, digest, data)
             return data
         found = shares.digest(data) if in_parts else actual
         if found != digest:
-            raise InvalidCheckpoint(place, altered(name, found))
+            raise InvalidCheckpoint(label, altered(name, found))
         return data
 
 
@@ -209,7 +209,7 @@ def read_verified(
     try:
         located = _locate(storage, source)
         if (lacking := missing_member(located.files)) is not None:
-            raise InvalidCheckpoint(located.place, f"{lacking} is not among its files")
+            raise InvalidCheckpoint(located.label, f"{lacking} is not among its files")
         # Rank 0's files are also for ranks that did not exist when the checkpoint was written.
         own = {rng.file_name(rank, world_size), *rng.FIRST_RANKS_FILES, loop_state_name(rank), loop_state_name(0)}
         # Ranks that draw the same samples save one position. How many they are is known later.
@@ -233,15 +233,15 @@ def read_verified(
         if INDEX_NAME in files:
             index = files.pop(INDEX_NAME)
             if storage is None:
-                spread = open_share(located.place, located.files, index, served, on_fault)
+                spread = open_share(located.label, located.files, index, served, on_fault)
             else:
                 share = (0, 1) if alone else (rank, world_size)
-                spread = open_spread(located.place, located.files, index, located.info.world_size, *share, without)
+                spread = open_spread(located.label, located.files, index, located.info.world_size, *share, without)
         failpoint("restore.read")
     except (CheckpointError, OSError) as error:
         return None, error if isinstance(error, CheckpointError) else StorageUnreachable(str(error))
     point = LoadedCheckpoint(
-        located.place,
+        located.label,
         step=located.info.step,
         world_size=located.info.world_size,
         samples_consumed=located.info.samples_consumed,
@@ -304,7 +304,7 @@ def _locate(storage: Storage | None, source: OfferedSnapshot | int) -> _Located:
         files: dict[str, Recorded] = {name: (view, source.digests[name]) for name, view in source.files.items()}
         return _Located(f"the snapshot of step {source.info.step} in memory", source.info, files)
     assert storage is not None
-    path, place = storage.directory(source), storage.describe(source)
+    path, label = storage.directory(source), storage.describe(source)
     manifest = storage.read_manifest(source)
     files = recorded_files(storage, manifest)
-    return _Located(place, manifest.info, files, path)
+    return _Located(label, manifest.info, files, path)

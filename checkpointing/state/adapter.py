@@ -111,12 +111,12 @@ class Adapter:
         if differing:
             names = ", ".join(differing[:_MAX_NAMES]) + (", …" if len(differing) > _MAX_NAMES else "")
             raise CheckpointError(
-                f"{point.place} holds another adapter: {len(differing)} of its weights are missing here, or of another "
+                f"{point.label} holds another adapter: {len(differing)} of its weights are missing here, or of another "
                 f"shape ({names}). Use the method that wrote it, or another output_dir."
             )
         if then.get("digest") != now["digest"]:
             raise CheckpointError(
-                f"{point.place} was trained on another base model ({BASE_NAME}: {_called(then)}) than this one "
+                f"{point.label} was trained on another base model ({BASE_NAME}: {_called(then)}) than this one "
                 f"({_called(now)}): their weights differ. Load that base, in the same precision, or train in another "
                 "output_dir."
             )

@@ -269,7 +269,7 @@ class DdpBuckets:
         """
         if not point.has(BUCKETS_NAME):
             if not all(map(_keeps_first_layout, self._modules())):
-                self._warn(f"{point.place} is of an older version, and has no order of gradient buckets")
+                self._warn(f"{point.label} is of an older version, and has no order of gradient buckets")
             return
         found = point.json(BUCKETS_NAME)
         with point.reading(BUCKETS_NAME):

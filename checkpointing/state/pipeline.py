@@ -203,7 +203,7 @@ class PipelineState:
                 logger.warning(
                     "%s has other options for the optimizer of each stage, of %d ranks: this rank of %d continues with "
                     "those of rank 0",
-                    point.place,
+                    point.label,
                     point.world_size,
                     self._world_size,
                 )

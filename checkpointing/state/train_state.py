@@ -362,7 +362,7 @@ def _load_if_there(stateful: Any, point: LoadedCheckpoint, name: str, own_name: 
 
 def _warn_of_missing(point: LoadedCheckpoint, what: str) -> None:
     if point.rank == 0:
-        logger.warning("%s holds no %s: training begins with a new one", point.place, what)
+        logger.warning("%s holds no %s: training begins with a new one", point.label, what)
 
 
 def _put(
@@ -376,14 +376,14 @@ def _put(
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{point.place}: {name} does not fit this {type(stateful).__name__}: {type(error).__name__}: {error}. Use "
+            f"{point.label}: {name} does not fit this {type(stateful).__name__}: {type(error).__name__}: {error}. Use "
             "the one that wrote it, or another output_dir."
         ) from error
     if memory is not None and (replaced := memory.put_back()) and point.rank == 0:
         logger.warning(
             "%s: %d tensors of the optimizer (%s) are new ones now, since the checkpoint has others or none: whatever "
             "holds the old ones, such as a CUDA graph that was captured before resume(), must be made again",
-            point.place,
+            point.label,
             len(replaced),
             ", ".join(replaced[:3]),
         )
@@ -406,7 +406,7 @@ def _warn_of_frozen(model: torch.nn.Module, optimizer: Any, point: LoadedCheckpo
         logger.warning(
             "%s has optimizer state of %d parameters that need no gradients now, such as %s: if the script has them "
             "trained from some step on, set requires_grad by the step, so that a resumed run does so, too",
-            point.place,
+            point.label,
             len(frozen),
             frozen[0],
         )

@@ -107,7 +107,7 @@ def _fill(model: torch.nn.Module, point: LoadedCheckpoint, *, is_stage: bool) ->
     found = {name: value for name, value in _extra_state(point).items() if name in live}
     if lacking := sorted(extra - found.keys()):
         # Earlier releases kept that of the first stage only.
-        logger.warning("%s holds no extra state of %s, which begin with a new one", point.place, ", ".join(lacking[:3]))
+        logger.warning("%s holds no extra state of %s, which begin with a new one", point.label, ", ".join(lacking[:3]))
     if made := made | found:
         model.load_state_dict(made, strict=False)
     return whole
@@ -142,6 +142,6 @@ def _copied_into(model: torch.nn.Module) -> set[str]:
 
 def _misfit(point: LoadedCheckpoint, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{point.place} does not fit this model: {reason.rstrip('. ')}. Use the model that wrote it, or another "
+        f"{point.label} does not fit this model: {reason.rstrip('. ')}. Use the model that wrote it, or another "
         "output_dir."
     )

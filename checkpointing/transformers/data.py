@@ -159,10 +159,10 @@ class TrainingData:
         if (record.stream is not None) != self.is_stream:
             before, now = ("not streamed", "is streamed") if self.is_stream else ("streamed", "is not")
             raise CheckpointError(
-                f"{point.place} cannot be resumed: its data was {before}, and now {now}, so that the position is "
+                f"{point.label} cannot be resumed: its data was {before}, and now {now}, so that the position is "
                 "unknown. Read the data as before, or train in another output_dir"
             )
-        check_same_job(point.place, record.job, job)
+        check_same_job(point.label, record.job, job)
         self.layout = record.layout or self.layout
         return self.fit(batch_size)
 

@@ -181,7 +181,7 @@ class ExactMixin:
         if before is not None and count != before:
             assert start.point is not None
             raise CheckpointError(
-                f"{start.point.place} was made with {before or 'no'} virtual ranks, and now there are "
+                f"{start.point.label} was made with {before or 'no'} virtual ranks, and now there are "
                 f"{count or 'none'} (elastic.virtual_ranks): the run would end in other bits. Use the same number, "
                 "or train in another output_dir"
             )

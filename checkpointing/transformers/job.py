@@ -60,7 +60,7 @@ def check_samples_per_step(point: LoadedCheckpoint | None, samples: int) -> None
     before = point.samples_consumed // point.step
     if before != samples:
         raise CheckpointError(
-            f"{point.place} was trained with {before} samples per step, now there are {samples}. Choose "
+            f"{point.label} was trained with {before} samples per step, now there are {samples}. Choose "
             "per_device_train_batch_size and gradient_accumulation_steps so that batch x accumulation x ranks = "
             f"{before}, or start from the beginning in another output_dir."
         )

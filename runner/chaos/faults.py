@@ -298,7 +298,7 @@ DAMAGES = {
 FAULTS = [
     Fault("rank killed", Effect.ATTEMPT, _kill_rank),
     Fault("all ranks killed", Effect.ATTEMPT, _kill_all_ranks),
-    Fault("launcher killed", Effect.ATTEMPT, _kill_helper("runner.node.launcher")),
+    Fault("launcher killed", Effect.ATTEMPT, _kill_helper("runner.launcher.launcher")),
     Fault("agent killed", Effect.ATTEMPT, _kill_helper("checkpointing.agent")),
     Fault("supervisor killed", Effect.RUN, _kill_supervisor),
     Fault("rank stopped", Effect.ATTEMPT, _stop_rank, TRAINING),

@@ -67,7 +67,7 @@ def _kill_rank(cluster: Cluster, dice: Random) -> str:
 
 
 def _kill_helper(cluster: Cluster, dice: Random) -> str:
-    node, module = dice.choice(cluster.alive), dice.choice(["checkpointing.agent", "runner.node.launcher"])
+    node, module = dice.choice(cluster.alive), dice.choice(["checkpointing.agent", "runner.launcher.launcher"])
     process = node.run.helper(module)
     if process is None:
         raise NotApplicable("no helper runs on the chosen node")

@@ -35,7 +35,7 @@ def list_checkpoints(location: str) -> None:
 
     File sizes are checked; contents are checked only by `verify`.
     """
-    from runner.text import duration
+    from runner.system.text import duration
 
     stages = _stages(location)
     if not any(tiers.catalog.entries() for _, tiers in stages):

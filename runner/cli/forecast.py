@@ -221,8 +221,8 @@ def simulate(
     The output is the expected goodput (the share of the run time spent in steps that count) and its sensitivity to
     parameters.
     """
-    from runner.simulate.scenario import GPU_MTTF_S, HOUR_S
-    from runner.simulate.study import Study, choices, read_trace, render, scenario_of, to_page, variations
+    from runner.plan.simulate.scenario import GPU_MTTF_S, HOUR_S
+    from runner.plan.simulate.study import Study, choices, read_trace, render, scenario_of, to_page, variations
 
     if sum(given is not None for given in (mttf_hours, gpus, trace)) > 1:
         raise UsageError("--mttf-hours, --gpus and --trace exclude each other; pass only one")

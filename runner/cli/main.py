@@ -81,7 +81,7 @@ def main() -> None:
         if not error.filename and not _can_be_written(1):
             click.echo(f"runner: error: cannot write standard output: {error.strerror or error}", err=True)
             # A normal exit would try to flush the buffer again.
-            from runner.node.output import drain_streams
+            from runner.ranks.output import drain_streams
 
             drain_streams()
             os._exit(int(ExitCode.STORAGE_FAILED))

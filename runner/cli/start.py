@@ -16,11 +16,11 @@ import click
 from checkpointing.host.threads import in_background
 from runner.cli.options import Number, config_options, load, run_directory_of
 from runner.errors import ExitCode, RunBusy, UsageError
-from runner.node.output import drain_streams, make_streams_lossy
+from runner.ranks.output import drain_streams, make_streams_lossy
 
 if TYPE_CHECKING:
-    from runner.recovery.lease import Lease
-    from runner.supervisor.lead import Inherited
+    from runner.lease.leadership import Inherited
+    from runner.lease.record import LeaseRecord
 
 T = TypeVar("T")
 # Set where the process continues as a node that follows; its value does not matter.
@@ -105,17 +105,17 @@ def start(
     stop = StopRequest()
     stop.count_signals()
 
-    from runner.cache import discard_unsealed
+    from runner.journal.attempts import Job
     from runner.journal.summary import render
-    from runner.node.messages import Job
-    from runner.supervisor import preflight
-    from runner.supervisor.exclusion import check_own_machine
+    from runner.lease.leader_choice import LeaderChoice, take_over
+    from runner.lease.leadership import Takeover
+    from runner.session import preflight
+    from runner.session.excluded_machines import check_own_machine
+    from runner.session.identity import between_nodes, identify
+    from runner.session.session import Session
     from runner.supervisor.follower import Follower
-    from runner.supervisor.identity import between_nodes, identify
-    from runner.supervisor.lead import Succession
-    from runner.supervisor.session import Session
-    from runner.supervisor.standing import Standing, take_over
     from runner.supervisor.supervisor import Supervisor
+    from runner.system.cache import discard_unsealed
     from runner.ui.progress import ProgressDisplay
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
@@ -126,7 +126,7 @@ def start(
         raise UsageError(f"script {script!r} does not exist; pass the path of a Python file")
     if debug:
         from runner.config.debug import debugging_environment, for_debugging
-        from runner.hardware.gpus import find_gpus
+        from runner.system.gpus import find_gpus
 
         if script is not None:
             raise UsageError(f"--debug cannot scale down a script; pass smaller sizes to {script} by its own options")
@@ -160,12 +160,12 @@ def start(
         patience_s = config.launch.rendezvous_timeout_s
         usable = functools.partial(preflight.await_storage, config, say, patience_s=patience_s, follows=follows)
     caveats, is_away = _unless_stopped(stop, usable)
-    standing = _unless_stopped(stop, lambda: Standing(config, directory, forced=step != "auto"))
-    location: str | None = None
+    choice = _unless_stopped(stop, lambda: LeaderChoice(config, directory, forced=step != "auto"))
+    location_id: str | None = None
     lock = preflight.LocationLock(config, say, None if directory.is_locked else 0.0)
-    if standing.leads and not is_away:
+    if choice.leads and not is_away:
         _unless_stopped(stop, lambda: check_own_machine(config, time.time()))
-    if not standing.leads:
+    if not choice.leads:
         preflight.write_job(directory, identity)
     elif not is_away or step != "auto":
         # The location belongs to the whole run, so the leader's runner checks and prepares it.
@@ -179,16 +179,16 @@ def start(
         if isinstance(step, int):
             for kept in preflight.check_resume_step(config, step):
                 say(f"checkpoint newer than step {step} kept as {kept}")
-        location = preflight.admit(config, directory, identity)
-    keeper = standing.take()
-    if not standing.leads:
+        location_id = preflight.admit(config, directory, identity)
+    keeper = choice.take()
+    if not choice.leads:
         lock.release()
     if config.launch.node_rank == 0:
         discard_unsealed(directory.cache)
     # A restart, or a script that changes its working directory, must find the same paths.
     config.make_absolute()
     directory.write_config(config.to_yaml())
-    display = ProgressDisplay(quiet=not standing.leads, live=script is None and not debug)
+    display = ProgressDisplay(quiet=not choice.leads, live=script is None and not debug)
     job = Job(
         str(Path(script).absolute()) if script is not None else None,
         args,
@@ -197,7 +197,7 @@ def start(
         allow_changes=allow_changes,
     )
     display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
-    for caveat in [*caveats, *([standing.caveat] if standing.caveat is not None else [])]:
+    for caveat in [*caveats, *([choice.caveat] if choice.caveat is not None else [])]:
         display.message(caveat)
     shared = between_nodes(identity, config.checkpoint.location)
     session = Session(config, directory, display, stop)
@@ -209,14 +209,14 @@ def start(
             _follow()
         return _report(supervisor, exit_code, config, directory)
 
-    def lead(lease: Lease, inherited: Inherited) -> ExitCode:
+    def lead(lease: LeaseRecord, inherited: Inherited) -> ExitCode:
         """Lead from now on: the leader that this node has followed is gone."""
         keeper = take_over(session, lease)
         try:
             with contextlib.suppress(RunBusy):
                 # A leader that hangs may have it yet; the lease says that it does not lead any more.
                 preflight.LocationLock(config, say, 0.0).hold()
-            place = preflight.admit(config, directory, identity)
+            location_id = preflight.admit(config, directory, identity)
         except OSError as error:
             # Since it has taken the lease, its storage has failed. Another node, or this one later, finds it stale.
             say(f"this node cannot lead: {config.checkpoint_location}: {error.strerror or error}; it follows")
@@ -226,17 +226,19 @@ def start(
                 _follow()
             return ExitCode.PREEMPTED
         _serve_metrics(config, directory)
-        supervisor = Supervisor(session, job, place=place, identity=shared, lease=keeper, inherited=inherited)
+        supervisor = Supervisor(
+            session, job, location_id=location_id, identity=shared, lease=keeper, inherited=inherited
+        )
         exit_code = supervisor.lead()
         display.close()
         return ended(supervisor, exit_code)
 
-    if not standing.leads:
-        succession = Succession(session, standing.watch(), lead)
-        follower = Follower(session, job, identity=shared, compared=not allow_changes, succession=succession)
+    if not choice.leads:
+        takeover = Takeover(session, choice.watch(), lead)
+        follower = Follower(session, job, identity=shared, compared=not allow_changes, takeover=takeover)
         sys.exit(int(follower.run()))
     _serve_metrics(config, directory)
-    supervisor = Supervisor(session, job, place=location, identity=shared, lease=keeper)
+    supervisor = Supervisor(session, job, location_id=location_id, identity=shared, lease=keeper)
     sys.exit(int(ended(supervisor, supervisor.run())))
 
 

@@ -16,9 +16,9 @@ from runner.doctor.mesh import check_mesh
 from runner.doctor.node import check_node
 from runner.doctor.settings import check_settings, has_rdma
 from runner.errors import UsageError
-from runner.hardware.gpus import find_gpus
 from runner.plan.memory import Job, estimate
 from runner.plan.model_shape import examine_model
+from runner.system.gpus import find_gpus
 
 __all__ = ["Finding", "Level", "examine"]
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from runner.doctor.findings import Finding, fail, ok, warn
-from runner.hardware.gpus import number, query, run, visible
+from runner.system.gpus import number, query, run, visible
 
 # What nvidia-smi prints instead of a value for a card that hangs or needs a reset. "[N/A]" and "[Not Supported]" only
 # mean that the card lacks the feature.

@@ -8,7 +8,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.storage import Storage
 from runner.config.schema import Config
 from runner.doctor.findings import Finding, fail, ok, warn
-from runner.text import gb
+from runner.system.text import gb
 
 _MAX_SKEW_S = 5.0
 # Assumed number of checkpoints where save_total_limit is not set and the Trainer keeps all.

@@ -12,7 +12,7 @@ from pathlib import Path
 from checkpointing.host.memory import available_bytes, oom_groups
 from runner.config.schema import Config
 from runner.doctor.findings import Finding, fail, ok, warn
-from runner.text import gb
+from runner.system.text import gb
 
 SHARED_MEMORY = Path("/dev/shm")
 # Docker gives a container 64 MB, which is too little for NCCL's buffers and DataLoader workers.

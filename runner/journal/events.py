@@ -7,11 +7,14 @@ readers match on classes and never look at a line's text. An event that this ver
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointing.agent.events import Event
+
+# Called with each event that happens.
+Record = Callable[[Event], None]
 
 
 @dataclass(frozen=True, kw_only=True)

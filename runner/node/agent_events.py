@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from checkpointing.agent.events import (
     BatchShape,
@@ -27,11 +27,10 @@ from checkpointing.agent.events import (
     Transfer,
 )
 from checkpointing.host.heartbeat import Heartbeat
-from runner.journal.events import Progress
+from runner.journal.events import Progress, Record
 from runner.journal.summary import describe_slow_ranks
 from runner.ui.progress import ProgressDisplay
 
-Record = Callable[[Event], None]
 _PROGRESS_EVERY_S = 10.0
 
 

@@ -10,19 +10,20 @@ from pathlib import Path
 from checkpointing.agent.protocol import Message
 from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.config.schema import Config
-from runner.node.agent_events import AgentEvents, Record
+from runner.journal.attempts import AttemptResult, AttemptSpec, Job
+from runner.journal.events import Record
+from runner.launcher.launcher_check import LauncherCheck
+from runner.node.agent_events import AgentEvents
 from runner.node.attempt_end import AttemptEnd, failure_of, storage_failed
 from runner.node.graceful_stop import GracefulStop
 from runner.node.hang_check import HangCheck
 from runner.node.helper_processes import LauncherHelper
 from runner.node.helpers import KILL_TIMEOUT_S, Helpers
-from runner.node.launcher_check import LauncherCheck
-from runner.node.messages import AttemptResult, AttemptSpec, Job
-from runner.node.output import OutputRelay
 from runner.node.rank_reports import RankReports
-from runner.node.rank_watch import RankWatch
-from runner.node.stacks import dump_stacks
-from runner.node.watchdog import Limits, Watchdog
+from runner.ranks.output import OutputRelay
+from runner.ranks.stacks import dump_stacks
+from runner.ranks.watch import RankWatch
+from runner.ranks.watchdog import Limits, Watchdog
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.system.event_loop import EventLoop, StopRequest

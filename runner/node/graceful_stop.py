@@ -6,10 +6,10 @@ import signal
 from collections.abc import Callable, Sequence
 
 from checkpointing.host.heartbeat import Heartbeat, Phase
+from runner.journal.attempts import Job
 from runner.node.agent_events import AgentEvents
 from runner.node.helpers import Helpers
-from runner.node.messages import Job
-from runner.node.rank_watch import RankWatch
+from runner.ranks.watch import RankWatch
 from runner.system.host import Host
 from runner.ui.progress import ProgressDisplay
 

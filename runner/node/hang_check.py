@@ -7,11 +7,11 @@ from pathlib import Path
 
 from checkpointing.host.heartbeat import Heartbeat
 from runner.journal import events
-from runner.node.agent_events import Record
+from runner.journal.events import Record
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 from runner.node.helpers import Helpers
-from runner.node.rank_watch import RankWatch
-from runner.node.watchdog import Hang, StoppedProcesses, Watchdog
+from runner.ranks.watch import RankWatch
+from runner.ranks.watchdog import Hang, StoppedProcesses, Watchdog
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.system.host import Host

@@ -155,7 +155,7 @@ class LauncherHelper:
                 [
                     sys.executable,
                     "-m",
-                    "runner.node.launcher",
+                    "runner.launcher.launcher",
                     str(theirs.fileno()),
                     str(log),
                     str(temporary),

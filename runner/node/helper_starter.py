@@ -11,9 +11,9 @@ from checkpointing.agent.options import AgentOptions
 from runner.config.schema import Config
 from runner.errors import LaunchDelayed
 from runner.journal.run_directory import RunDirectory
+from runner.launcher.launch_request import launcher_environment
+from runner.launcher.script_imports import modules_to_preload
 from runner.node.helper_processes import AgentHelper, LauncherHelper
-from runner.node.launch_request import launcher_environment
-from runner.node.script_imports import modules_to_preload
 from runner.system import processes
 
 

@@ -13,22 +13,22 @@ from pathlib import Path
 
 from checkpointing.agent.protocol import Message
 from checkpointing.host.threads import in_background
-from runner.cache import is_sealed
 from runner.config.schema import Config
 from runner.config.topology import check_promised_gpu, check_same_nnodes, shape_of
-from runner.journal.events import AgentEndedEarly
+from runner.journal.attempts import AttemptResult, AttemptSpec, Job
+from runner.journal.events import AgentEndedEarly, Record
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
-from runner.node.agent_events import AgentEvents, Record
+from runner.launcher.build_locks import BuildLocks
+from runner.launcher.launch_request import RankSetup, launch_request, preparation
+from runner.launcher.start_method import StartMethod
+from runner.node.agent_events import AgentEvents
 from runner.node.attempt import Attempt
-from runner.node.build_locks import BuildLocks
 from runner.node.helper_starter import HelperStarter
 from runner.node.helpers import Helpers
-from runner.node.launch_request import RankSetup, launch_request, preparation
-from runner.node.messages import AttemptResult, AttemptSpec, Job
-from runner.node.rank_watch import RankEvents
-from runner.node.start_method import StartMethod
+from runner.ranks.watch import RankEvents
 from runner.recovery.failure import Failure
+from runner.system.cache import is_sealed
 from runner.system.event_loop import EventLoop, StopRequest
 from runner.system.host import Host
 from runner.ui.progress import ProgressDisplay

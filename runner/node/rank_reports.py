@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from runner.journal.events import BestModel, RankStarted
-from runner.node import rank_messages
-from runner.node.agent_events import Record
+from runner.journal.events import BestModel, RankStarted, Record
 from runner.node.graceful_stop import GracefulStop
-from runner.node.output import OutputRelay
-from runner.node.rank_messages import RankMessage
-from runner.node.rank_watch import RankWatch
+from runner.ranks import messages as rank_messages
+from runner.ranks.messages import RankMessage
+from runner.ranks.output import OutputRelay
+from runner.ranks.watch import RankWatch
 from runner.system.event_loop import EventLoop
 
 

@@ -10,8 +10,8 @@ from checkpointing.snapshot.cadence import best_interval_s
 from runner.journal.ledger import NOT_RUNNING
 from runner.plan.memory import Job, Need, estimate
 from runner.plan.model_shape import ModelShape
-from runner.simulate.engine import Forecast, forecast
-from runner.simulate.scenario import HOUR_S, Scenario
+from runner.plan.simulate.engine import Forecast, forecast
+from runner.plan.simulate.scenario import HOUR_S, Scenario
 
 # Above this share, gaps of the allocator or the longest batch run out of memory.
 _USABLE_SHARE = 0.92

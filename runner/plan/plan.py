@@ -17,13 +17,13 @@ from checkpointing.host.memory import available_bytes
 from runner.config.schema import Config
 from runner.config.topology import shape_of
 from runner.errors import UsageError
-from runner.hardware.gpus import Gpu, find_gpus
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
 from runner.plan.memory import Job
 from runner.plan.model_shape import ModelShape, examine_model
-from runner.simulate.engine import Forecast
-from runner.simulate.scenario import GPU_MTTF_S, HOUR_S, Scenario
-from runner.text import duration, gb
+from runner.plan.simulate.engine import Forecast
+from runner.plan.simulate.scenario import GPU_MTTF_S, HOUR_S, Scenario
+from runner.system.gpus import Gpu, find_gpus
+from runner.system.text import duration, gb
 
 # Bytes per second into page-locked memory over PCIe 4.0 x16. Measuring would need a CUDA context.
 _GPU_COPY_RATE = 20e9

@@ -12,19 +12,13 @@ from functools import partial
 
 from checkpointing.agent.events import Event, TrainingStarted
 from runner.errors import ExitCode, PeersMissing, RunnerError
+from runner.journal.attempts import AttemptSpec, Job
 from runner.journal.events import RunEnded, RunStarted
 from runner.journal.summary import RunState
-from runner.node.messages import AttemptSpec, Job
+from runner.lease.leadership import Takeover
 from runner.node.node import Node
-from runner.recovery.bad_machines import this_machine
-from runner.recovery.failure import Failure
-from runner.recovery.kinds import FailureKind
-from runner.recovery.restart_state import FINISHED_PATIENCE_S
-from runner.supervisor.ends import end_of_error
-from runner.supervisor.identity import JobIdentity, key_of
-from runner.supervisor.lead import Succession
-from runner.supervisor.own_node import PatientStart, own_node
-from runner.supervisor.peer_messages import (
+from runner.peers.link import Member
+from runner.peers.messages import (
     FORWARDED,
     Begin,
     Busy,
@@ -38,10 +32,16 @@ from runner.supervisor.peer_messages import (
     ToMember,
     Welcome,
 )
-from runner.supervisor.peers import Member
+from runner.peers.secret import configured_secret, read_secret
+from runner.recovery.bad_machines import this_machine
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.recovery.restart_state import FINISHED_PATIENCE_S
+from runner.session.identity import JobIdentity, key_of
+from runner.session.session import Session
+from runner.supervisor.ends import end_of_error
+from runner.supervisor.make_node import PatientStart, make_node
 from runner.supervisor.run_record import finished_job
-from runner.supervisor.run_secret import configured_secret, read_secret
-from runner.supervisor.session import Session
 
 _TURN_S = 0.5
 # From a stop request to the leader's answer while no attempt runs here.
@@ -59,8 +59,8 @@ class Follower:
         *,
         identity: JobIdentity,
         compared: bool = True,
-        succession: Succession | None = None,
-        make_node: Callable[..., Node] = Node,
+        takeover: Takeover | None = None,
+        build_node: Callable[..., Node] = Node,
         connect: Callable[..., Member] = Member,
     ) -> None:
         """Prepare to follow; `run` connects.
@@ -70,14 +70,14 @@ class Follower:
             job: What to run.
             identity: Of the job.
             compared: Whether the leader's job must be the same.
-            succession: Looks whether this node leads in place of a leader that is gone; None where only the first node
+            takeover: Looks whether this node leads in place of a leader that is gone; None where only the first node
                 can lead.
-            make_node: Makes this node.
+            build_node: Makes this node.
             connect: Makes the connection to the leader.
         """
-        self._session, self._job, self._succession = session, job, succession or Succession(session, None, None)
+        self._session, self._job, self._takeover = session, job, takeover or Takeover(session, None, None)
         self._config, self._directory, self._display = session.config, session.directory, session.display
-        self._make_node = make_node
+        self._build_node = build_node
         self._job_key = key_of(identity)
         described = identity.to_json().decode() if compared else ""
         hello = Hello(node_rank=self._config.launch.node_rank, job=described, machine=this_machine())
@@ -119,9 +119,9 @@ class Follower:
                 exit_code, reason = end.exit_code, end.reason
             finally:
                 self._member.close()
-                if self._node is not None and self._succession.lease is None:
+                if self._node is not None and self._takeover.lease is None:
                     self._node.close()
-            led = self._succession.lead(self._node)
+            led = self._takeover.lead(self._node)
             if led is not None:
                 return led
             state = _END_STATES.get(exit_code, RunState.FAILED)
@@ -179,14 +179,12 @@ class Follower:
             self._node = None
         if self._node is None:
             assert self._run_id is not None
-            self._node = own_node(
-                self._session, self._job, self._run_id, record=self._record, make_node=self._make_node
-            )
+            self._node = make_node(self._session, self._job, self._run_id, record=self._record, build=self._build_node)
         return self._node
 
     def _run_attempt(self, node: Node, spec: AttemptSpec) -> None:
         self._session.attempt = spec.attempt
-        self._succession.attempt(spec)
+        self._takeover.attempt(spec)
         self._say(f"run {node.run_id}: attempt {spec.attempt} begins")
         result = node.run_attempt(spec, lambda: self._each_turn(node))
         failure = result.failure
@@ -218,12 +216,12 @@ class Follower:
 
     def _turn(self) -> None:
         self._member.check()
-        if self._succession.lease is not None:
+        if self._takeover.lease is not None:
             return
         if self._member.connected:
             self._heard_at = self._session.monotonic()
         else:
-            self._succession.look(self._member, self._node)
+            self._takeover.look(self._member, self._node)
             # The next connection may be to another run.
             self._run_id = self._spec = None
             self._stop_sent = self._busy_sent = False
@@ -248,7 +246,7 @@ class Follower:
             session.loop.pump(_TURN_S)
             self._turn()
             now = session.monotonic()
-            if self._finish is not None or self._succession.lease is not None:
+            if self._finish is not None or self._takeover.lease is not None:
                 return False
             if session.stop:
                 stop_at = stop_at or now + self._stop_patience_s
@@ -272,7 +270,7 @@ class Follower:
         self._session.record(event)
         # With a user's script every node learns by itself when training begins.
         known_everywhere = isinstance(event, TrainingStarted) and event.total_steps is None
-        if isinstance(event, FORWARDED) and not known_everywhere and self._succession.lease is None:
+        if isinstance(event, FORWARDED) and not known_everywhere and self._takeover.lease is None:
             self._member.send(Forwarded(attempt=self._session.attempt, event=event))
 
     def _on_message(self, message: ToMember) -> None:
@@ -280,7 +278,7 @@ class Follower:
             case Welcome(run_id=run_id, epoch=epoch, running=running):
                 self._run_id, self._spec, self._joins_running = run_id, None, running
                 self._num_connections += 1
-                self._succession.follow(epoch)
+                self._takeover.follow(epoch)
             case Begin(spec=spec):
                 self._spec = spec
                 if self._node is not None:

@@ -10,19 +10,11 @@ from typing import Protocol
 
 from checkpointing.agent.events import Event
 from runner.errors import ExitCode, PeersMissing
+from runner.journal.attempts import AttemptSpec
 from runner.journal.events import WaitingForNodes
-from runner.node.messages import AttemptSpec
-from runner.recovery.combine import combine
-from runner.recovery.failure import Failure
-from runner.recovery.kinds import FailureKind
-from runner.recovery.policy import Stop, end_of_node
-from runner.recovery.restart_state import FINISHED_PATIENCE_S
-from runner.supervisor.admission import Limits, Seen, admit
-from runner.supervisor.exclusion import Exclusion
-from runner.supervisor.identity import JobIdentity
-from runner.supervisor.lead import Lead
-from runner.supervisor.node_changes import NodeChanges, Pausable, listed
-from runner.supervisor.peer_messages import (
+from runner.lease.leadership import Leadership
+from runner.peers.link import Leader
+from runner.peers.messages import (
     MAX_REASON,
     Begin,
     Busy,
@@ -36,10 +28,18 @@ from runner.supervisor.peer_messages import (
     ToLeader,
     Welcome,
 )
-from runner.supervisor.peer_messages import Stop as StopMessage
-from runner.supervisor.peer_port import listen
-from runner.supervisor.peers import Leader
-from runner.supervisor.session import Session
+from runner.peers.messages import Stop as StopMessage
+from runner.peers.port import listen
+from runner.recovery.combine import combine
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.recovery.policy import Stop, end_of_node
+from runner.recovery.restart_state import FINISHED_PATIENCE_S
+from runner.session.admission import Limits, Seen, admit
+from runner.session.excluded_machines import Exclusion
+from runner.session.identity import JobIdentity
+from runner.session.session import Session
+from runner.supervisor.node_changes import NodeChanges, Pausable, listed
 
 TURN_S = 0.5
 # When this node's part of an attempt is over, the other runners kill theirs; a node that takes longer counts as lost.
@@ -81,7 +81,7 @@ class Membership:
         *,
         identity: JobIdentity | None,
         on_event: Callable[[Event], None],
-        lead: Lead | None = None,
+        lead: Leadership | None = None,
         expected: AbstractSet[int] = frozenset(),
         open_leader: Callable[..., Leader] = Leader,
     ) -> None:
@@ -96,7 +96,7 @@ class Membership:
             open_leader: Opens the port that the others connect to.
         """
         self._session, self._config, self._identity = session, session.config, identity
-        self._on_event, self._open_leader, lead = on_event, open_leader, lead or Lead(session, None)
+        self._on_event, self._open_leader, lead = on_event, open_leader, lead or Leadership(session, None)
         self._leader: Leader | None = None
         self.limits = Limits(1, 1)
         self._own, self._expected = session.config.launch.node_rank, frozenset(expected)

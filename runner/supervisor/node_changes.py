@@ -11,11 +11,11 @@ from checkpointing.agent.events import SlowRanks
 from runner.errors import ExitCode
 from runner.journal.events import NodesChanged
 from runner.node.agent_events import AgentEvents
+from runner.peers.messages import MAX_REASON, Finish
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.supervisor.admission import Limits, Seen, change
-from runner.supervisor.peer_messages import MAX_REASON, Finish
-from runner.supervisor.session import Session
+from runner.session.admission import Limits, Seen, change
+from runner.session.session import Session
 
 
 class Pausable(Protocol):

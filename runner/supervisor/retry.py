@@ -9,7 +9,7 @@ import tenacity
 from runner.config.schema import RestartConfig
 from runner.journal.events import Backoff
 from runner.recovery.policy import Restart, Stop, backoff_s
-from runner.supervisor.session import Session
+from runner.session.session import Session
 
 
 def retry(attempt: Callable[[], Restart | Stop], restart: RestartConfig, session: Session) -> Stop:

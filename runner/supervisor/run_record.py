@@ -11,21 +11,21 @@ from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError
 from checkpointing.storage import Storage
 from runner.config.schema import Config
+from runner.journal.attempts import AttemptSpec, Job
 from runner.journal.events import RunStarted, StepsSkipped
 from runner.journal.journal import read_journal
 from runner.journal.ledger import NOT_RUNNING
 from runner.journal.mirror import JournalCopy, needs_copy
 from runner.journal.run_directory import RunDirectory
 from runner.journal.summary import summarise
-from runner.node.messages import AttemptSpec, Job
 from runner.node.node import Node
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, Restart
 from runner.recovery.restart_state import RestartState, RunnerProcess, process_namespace
-from runner.supervisor.admission import Limits
-from runner.supervisor.identity import JobIdentity, key_of
-from runner.supervisor.session import Session
+from runner.session.admission import Limits
+from runner.session.identity import JobIdentity, key_of
+from runner.session.session import Session
 
 
 class RunRecord:
@@ -60,13 +60,13 @@ class RunRecord:
         self.state.runner = RunnerProcess.current()
         self._copy = JournalCopy(directory.journal, self.state.lineage, run_id) if needs_copy(config) else None
 
-    def started(self, session: Session, committed_step: int, place: str | None) -> RunStarted:
+    def started(self, session: Session, committed_step: int, location_id: str | None) -> RunStarted:
         """Return the event that begins a session.
 
         Args:
             session: The session.
             committed_step: Newest committed step, -1 if there is none.
-            place: Id of the location; None if it could not be asked.
+            location_id: Id of the location; None if it could not be asked.
         """
         config, runner = session.config, self.state.runner
         return RunStarted(
@@ -78,7 +78,7 @@ class RunRecord:
             max_restarts=config.restart.max_restarts,
             cost=config.cost.model_dump(),
             location=config.checkpoint_location,
-            place=place,
+            place=location_id,
         )
 
     @property

@@ -12,26 +12,26 @@ from pathlib import Path
 
 from checkpointing.commit.tiers import Tiers
 from runner.errors import ExitCode, LaunchDelayed, LaunchError, PeersMissing, RunnerError
+from runner.journal.attempts import AttemptResult, Job
 from runner.journal.events import RunEnded
 from runner.journal.summary import RunState
-from runner.node.messages import AttemptResult, Job
+from runner.lease.leadership import Inherited, Leadership
+from runner.lease.lease import Lease
 from runner.node.node import Node
+from runner.peers.link import Leader
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import BatchShape, Restart, Stop, decide, end_of_node
-from runner.supervisor.admission import Limits
+from runner.session.admission import Limits
+from runner.session.identity import JobIdentity
+from runner.session.session import Session
+from runner.session.step_samples import StepSamples
 from runner.supervisor.ends import end_of_error, end_without_last_save, end_without_location
-from runner.supervisor.identity import JobIdentity
-from runner.supervisor.lead import Inherited, Lead
-from runner.supervisor.leadership import LeaseKeeper
+from runner.supervisor.make_node import make_node
 from runner.supervisor.membership import Membership
 from runner.supervisor.notices import Notices
-from runner.supervisor.own_node import own_node
-from runner.supervisor.peers import Leader
 from runner.supervisor.retry import retry
 from runner.supervisor.run_record import RunRecord
-from runner.supervisor.session import Session
-from runner.supervisor.step_samples import StepSamples
 
 _END_STATES = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}
 
@@ -50,11 +50,11 @@ class Supervisor:
         session: Session,
         job: Job,
         *,
-        place: str | None = None,
+        location_id: str | None = None,
         identity: JobIdentity | None = None,
-        lease: LeaseKeeper | None = None,
+        lease: Lease | None = None,
         inherited: Inherited | None = None,
-        make_node: Callable[..., Node] = Node,
+        build_node: Callable[..., Node] = Node,
         open_leader: Callable[..., Leader] = Leader,
     ) -> None:
         """Prepare to run a job; nothing is started.
@@ -62,17 +62,17 @@ class Supervisor:
         Args:
             session: Entered by `run`.
             job: What to run.
-            place: Id of the location; None if it could not be asked.
+            location_id: Id of the location; None if it could not be asked.
             identity: Of the job, which the other nodes must share.
             lease: By which this node leads; None where only the first node can.
             inherited: What it leads with if it has followed another leader until now; None if it has not.
-            make_node: Makes the leader's node.
+            build_node: Makes the leader's node.
             open_leader: Opens the port for the other nodes.
         """
-        self._session, self._job, self._place, self._identity = session, job, place, identity
+        self._session, self._job, self._location_id, self._identity = session, job, location_id, identity
         self._config, self._directory, self._display = session.config, session.directory, session.display
-        self._make_node = make_node
-        self._lead, self._inherited = Lead(session, lease), inherited
+        self._build_node = build_node
+        self._lead, self._inherited = Leadership(session, lease), inherited
         self._members = Membership(
             session,
             identity=identity,
@@ -126,7 +126,7 @@ class Supervisor:
     def _begin(self) -> None:
         session, config = self._session, self._config
         # A durable tier that could not be asked for its id is not asked for anything else.
-        is_away = self._place is None and config.tiers.local is not None
+        is_away = self._location_id is None and config.tiers.local is not None
         tiers = Tiers(config.tiers.first) if is_away else config.tiers
         # The journal is this node's; a runner on another node may have continued the run meanwhile.
         session.attempt = max(session.attempt, tiers.catalog.newest_attempt())
@@ -135,10 +135,10 @@ class Supervisor:
         script, state = bool(self._job.script), self._record.state
         self._samples = StepSamples.of(config, self._identity, state, tiers.catalog, has_script=script)
         self._display.state.committed_step = newest if newest >= 0 else None
-        session.record(self._record.started(session, newest, self._place))
+        session.record(self._record.started(session, newest, self._location_id))
         self._lead.begin(took_over=self._inherited is not None)
         inherited = self._inherited.node if self._inherited is not None else None
-        self._node = inherited or own_node(session, self._job, self._lead.run_id, make_node=self._make_node)
+        self._node = inherited or make_node(session, self._job, self._lead.run_id, build=self._build_node)
         self._node.leads, self._node.checkpoints.committed_step = True, over_all_stages
 
     def _supervise(self) -> Stop:
@@ -146,7 +146,7 @@ class Supervisor:
         try:
             if (lost := self._stop_after_lost_runners()) is not None:
                 return lost
-            if self._config.tiers.durable.root is None and self._place is not None:
+            if self._config.tiers.durable.root is None and self._location_id is not None:
                 # There is no lock: a second runner must find this one's name as early as possible.
                 self._keep_state()
             return retry(self._attempt_and_decide, self._config.restart, self._session)

@@ -23,9 +23,9 @@ from checkpointing.process import device
 from checkpointing.state.wrappers import innermost
 from checkpointing.storage.durable import fsync_directory, fsync_tree, replace_file
 from checkpointing.transformers import load_best, resilient
-from runner.cache import seal
 from runner.config.load import load_config
 from runner.config.schema import Config
+from runner.system.cache import seal
 from runner.training.base_weights import BaseWeights
 from runner.training.callbacks import MetricsCallback, perplexities
 from runner.training.data import load_training_data

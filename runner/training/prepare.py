@@ -14,9 +14,9 @@ import datasets
 import transformers
 from trl import SFTTrainer
 
-from runner.cache import seal
 from runner.config.load import load_config
 from runner.system import processes
+from runner.system.cache import seal
 from runner.training.data import load_training_data
 from runner.training.job import training_arguments
 from runner.training.model import build

@@ -14,7 +14,7 @@ from runner.journal.events import Entry, RunStarted
 from runner.journal.ledger import LOST, TRAINING, Attempt
 from runner.journal.summary import RunState, RunSummary, describe_nodes, describe_slow_ranks
 from runner.recovery.restart_state import RunnerProcess, process_namespace
-from runner.text import duration
+from runner.system.text import duration
 
 _COLOURS = {RunState.FINISHED: "green", RunState.RUNNING: "cyan", RunState.FAILED: "red"}
 _COLOURS |= dict.fromkeys((RunState.PREEMPTED, RunState.STOPPING, RunState.WAITING, RunState.BACKOFF), "yellow")

@@ -29,8 +29,8 @@ from checkpointing.agent.events import TrainingStarted
 from runner.chaos.run_under_test import runner_command
 from runner.journal.events import AttemptEnded, AttemptStarted, Entry, RankStarted, RunStarted
 from runner.journal.ledger import account, attempts_of
-from runner.simulate.engine import forecast, simulate
-from runner.simulate.scenario import Scenario, learn
+from runner.plan.simulate.engine import forecast, simulate
+from runner.plan.simulate.scenario import Scenario, learn
 
 BAR_POINTS = 3.0
 # The pace of one attempt's steps differs from another's by this much, so that nobody can predict where between two

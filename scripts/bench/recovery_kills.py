@@ -150,7 +150,7 @@ class Victims:
     def _find(self, name: str) -> tuple[str, psutil.Process] | None:
         match name:
             case "launcher":
-                process = self._training.helper("runner.node.launcher")
+                process = self._training.helper("runner.launcher.launcher")
             case "agent":
                 process = self._training.helper("checkpointing.agent")
             case _:

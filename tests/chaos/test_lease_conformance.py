@@ -10,8 +10,8 @@ from calls import at_once
 from chaos.stores import MemoryObjects
 
 from checkpointing.storage.object_storage import ObjectSidecars
-from runner.recovery.lease import Lease, newest_lease
-from runner.supervisor.leadership import FIRST_NODE_S, Candidate, LeaseKeeper, LeaseWatch
+from runner.lease.lease import FIRST_NODE_S, Lease, LeaseClaim, LeaseWatch
+from runner.lease.record import LeaseRecord, newest_lease
 
 NODES = 3
 
@@ -46,18 +46,18 @@ class Node:
     def __init__(self, number: int, store: Objects, taken: dict[int, tuple[int, int]]) -> None:
         self.number, self.sidecars, self.taken = number, ObjectSidecars(store), taken
         self.life = 0
-        self.keeper: LeaseKeeper | None = None
+        self.keeper: Lease | None = None
         self.start()
 
     def start(self) -> None:
         """Start, perhaps once more."""
         self.life += 1
-        candidate = Candidate(self.sidecars, f"node-{self.number}", self.number)
-        self.keeper, self.watch = None, LeaseWatch(candidate, at_once)
+        claim = LeaseClaim(self.sidecars, f"node-{self.number}", self.number)
+        self.keeper, self.watch = None, LeaseWatch(claim, at_once)
         newest = newest_lease(self.sidecars)
-        if candidate.leads_at_start(newest):
+        if claim.leads_at_start(newest):
             try:
-                lease = candidate.take_after(newest, "host", "run")
+                lease = claim.take_after(newest, "host", "run")
             except OSError:
                 return
             if lease is not None:
@@ -78,10 +78,10 @@ class Node:
     def leads(self) -> bool:
         return self.keeper is not None
 
-    def _lead(self, lease: Lease) -> None:
+    def _lead(self, lease: LeaseRecord) -> None:
         # No epoch has two leaders, in whatever life.
         assert self.taken.setdefault(lease.epoch, (self.number, self.life)) == (self.number, self.life)
-        self.keeper = LeaseKeeper(self.sidecars, lease, at_once)
+        self.keeper = Lease(self.sidecars, lease, at_once)
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -69,7 +69,7 @@ from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide
 from runner.recovery.restart_state import RestartState
-from runner.text import duration
+from runner.system.text import duration
 from runner.ui.prometheus import RunCollector
 from runner.ui.status import panel
 

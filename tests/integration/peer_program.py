@@ -9,8 +9,8 @@ import sys
 import time
 from typing import Any
 
-from runner.supervisor.peer_messages import Hello
-from runner.supervisor.peers import Leader, Member
+from runner.peers.link import Leader, Member
+from runner.peers.messages import Hello
 from runner.system.event_loop import EventLoop
 
 SECRET = b"the secret of this test"

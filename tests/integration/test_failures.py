@@ -324,7 +324,7 @@ def test_a_stopped_agent_or_launcher_costs_an_attempt(name: str, tmp_path: Path)
 
 @pytest.mark.soak
 def test_a_launcher_or_agent_that_is_killed_while_it_starts_is_tried_again(tmp_path: Path) -> None:
-    for name in ("runner.node.launcher", "checkpointing.agent"):
+    for name in ("runner.launcher.launcher", "checkpointing.agent"):
         run = Run(tmp_path / name, *SHORT_JOB, "--set", "trainer.max_steps=6").start()
         assert run.process is not None
         parent = psutil.Process(run.process.pid)

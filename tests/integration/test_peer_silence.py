@@ -16,7 +16,7 @@ from infra.ports import free_port
 from wire import Cut
 
 from runner.chaos.network import address_of, inside
-from runner.supervisor.peer_connection import SILENCE_S
+from runner.peers.connection import SILENCE_S
 
 PROGRAM = Path(__file__).with_name("peer_program.py")
 MINUTES = float(os.environ.get("SILENCE_MINUTES", "5"))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import plotly.graph_objects as go
 
 from runner.journal.ledger import CAUSES, LOST, MISSING, NOT_RUNNING, TRAINING
-from runner.text import duration
+from runner.system.text import duration
 from runner.ui.report.timeline import LogEntry, Timeline
 
 # Distinguishable with colour vision deficiency (Okabe and Ito); only training is green.

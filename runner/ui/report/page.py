@@ -16,7 +16,7 @@ from plotly.utils import PlotlyJSONEncoder
 from runner import __version__
 from runner.journal.events import Entry
 from runner.journal.ledger import CAUSES
-from runner.text import duration
+from runner.system.text import duration
 from runner.ui.report import charts
 from runner.ui.report.timeline import Timeline, build_timeline, goodput_of
 

@@ -14,7 +14,7 @@ import pytest
 
 from checkpointing.commit.tiers import open_tiers
 from runner.chaos.cluster import Cluster
-from runner.recovery.lease import Lease, take
+from runner.lease.record import LeaseRecord, take
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_who_runs_and_who_leads(cluster: Cluster) -> None:
     assert cluster.alive == [] and cluster.leader is None and not cluster.has_finished
     for node in cluster.nodes:
         ends(node, None)
-    take(cluster.tiers.durable.sidecars, Lease(1, "x", node_rank=2))
+    take(cluster.tiers.durable.sidecars, LeaseRecord(1, "x", node_rank=2))
     assert cluster.leader is cluster.nodes[2]
     ends(cluster.nodes[2], -9)
     assert cluster.leader is None and [node.rank for node in cluster.absent] == [2]

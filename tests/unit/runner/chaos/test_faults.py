@@ -126,7 +126,7 @@ def test_names_are_unique_and_failpoints_exist(stage: Stage) -> None:
         ("rank killed", "no rank is running"),
         ("all ranks killed", "no rank is running"),
         ("rank stopped", "no rank is running"),
-        ("launcher killed", "no runner.node.launcher is running"),
+        ("launcher killed", "no runner.launcher.launcher is running"),
         ("agent killed", "no checkpointing.agent is running"),
         ("clock jumps by an hour", "no clock of its own"),
         ("memory pressure", "no memory cgroup"),

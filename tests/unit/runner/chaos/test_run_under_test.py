@@ -136,7 +136,7 @@ def test_the_newest_process_of_a_rank_is_the_rank(run: Subject) -> None:
     found = run.rank(1)
     assert found is not None and found.pid == os.getpid()
     assert run.rank(0) is None and run.rank(2) is None
-    assert run.helper("runner.node.launcher") is None
+    assert run.helper("runner.launcher.launcher") is None
 
 
 def test_what_is_left_is_described_after_a_while(run: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

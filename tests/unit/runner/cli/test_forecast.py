@@ -16,7 +16,7 @@ from runner.doctor.findings import Finding, fail, ok, warn
 from runner.errors import UsageError
 from runner.plan import plan as plan_module
 from runner.plan.plan import Assumptions
-from runner.simulate.scenario import GPU_MTTF_S, HOUR_S
+from runner.plan.simulate.scenario import GPU_MTTF_S, HOUR_S
 
 
 def run(command: Any, *arguments: str) -> Result:

@@ -25,9 +25,10 @@ from runner.errors import ExitCode, StorageFailed, UsageError
 from runner.journal import run_directory
 from runner.journal.journal import Journal
 from runner.journal.run_directory import RunDirectory
-from runner.recovery.lease import Lease
-from runner.supervisor import follower, preflight, session, supervisor
-from runner.supervisor.lead import Inherited
+from runner.lease.leadership import Inherited
+from runner.lease.record import LeaseRecord
+from runner.session import preflight, session
+from runner.supervisor import follower, supervisor
 from runner.system.event_loop import StopRequest
 from runner.ui import progress, prometheus
 
@@ -61,7 +62,9 @@ class Runs:
     def run(self) -> ExitCode:
         role, given = self.started[-1]
         if role == "follower" and self.inherited is not None:
-            exit_code: ExitCode = given.succession._lead(Lease(3, "b", "b1", 1, "10.0.0.2", "the-run"), self.inherited)
+            exit_code: ExitCode = given.takeover._lead(
+                LeaseRecord(3, "b", "b1", 1, "10.0.0.2", "the-run"), self.inherited
+            )
             return exit_code
         if self.step:
             journal = Journal(self.started[-1][1].session.directory.journal, time.time)
@@ -120,7 +123,7 @@ def test_a_script_runs_under_the_supervisor(runs: Runs, tmp_path: Path) -> None:
     result = run("--grace", "5", "--max-restarts", "3", "train.py", "--lr", "3")
     assert result.exit_code == 0 and "runner: finished" in result.output, result.output
     [(role, given)] = runs.started
-    assert role == "supervisor" and given.place is not None
+    assert role == "supervisor" and given.location_id is not None
     assert (given.job.script, given.job.args, given.job.show_output) == (
         str(tmp_path / "train.py"),
         ("--lr", "3"),
@@ -194,7 +197,7 @@ def test_a_node_whose_storage_fails_when_it_begins_to_lead_follows_again(
     executed, closed = list[list[str]](), list[bool]()
     monkeypatch.setattr("runner.cli.start.os.environ", dict(os.environ))
     monkeypatch.setattr("runner.cli.start.os.execv", lambda program, arguments: executed.append(arguments))
-    monkeypatch.setattr("runner.supervisor.standing.take_over", lambda *_: None)
+    monkeypatch.setattr("runner.lease.leader_choice.take_over", lambda *_: None)
     node: Any = SimpleNamespace(close=lambda: closed.append(True))
     runs.inherited = Inherited(node)
 

@@ -18,7 +18,7 @@ from runner.doctor.collectives import judge
 from runner.doctor.findings import Finding, Level
 from runner.doctor.gpus import check_devices, links_between_gpus, links_in, topology
 from runner.doctor.settings import check_settings
-from runner.hardware.gpus import find_gpus
+from runner.system.gpus import find_gpus
 
 
 def settings(environment: Mapping[str, str], ranks: int = 2, nnodes: int = 1, **launch: object) -> dict[str, Level]:

@@ -14,11 +14,11 @@ from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, FakeRanks, b
 from checkpointing.agent.events import CommitFailed, Committed, Event, Fenced, SnapshotDamaged, SnapshotDropped
 from checkpointing.host.heartbeat import Phase
 from runner.config.schema import Config
+from runner.journal.attempts import AttemptResult, AttemptSpec, Job
 from runner.node.agent_events import AgentEvents
 from runner.node.attempt import Attempt
 from runner.node.helpers import Helpers
-from runner.node.messages import AttemptResult, AttemptSpec, Job
-from runner.node.rank_messages import StopSignal
+from runner.ranks.messages import StopSignal
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.system.event_loop import StopRequest

@@ -10,9 +10,9 @@ from node_fakes import FakeDisplay, FakeHost, FakeRanks, beat
 
 from checkpointing.agent.events import Committed
 from checkpointing.host.heartbeat import Heartbeat, Phase
+from runner.journal.attempts import Job
 from runner.node.agent_events import AgentEvents
 from runner.node.graceful_stop import GracefulStop
-from runner.node.messages import Job
 
 
 class Bench:

@@ -11,7 +11,7 @@ from checkpointing.agent.events import Event
 from checkpointing.host.heartbeat import Phase
 from runner.journal.events import Hang
 from runner.node.hang_check import HangCheck
-from runner.node.watchdog import Limits, Watchdog
+from runner.ranks.watchdog import Limits, Watchdog
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 

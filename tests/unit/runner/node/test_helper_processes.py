@@ -158,7 +158,7 @@ def test_how_a_launcher_is_started(started: list[tuple[list[str], dict[str, Any]
     launcher = make_launcher(PYTHONWARNINGS="error", RUN="7")
     try:
         ((command, options),) = started
-        assert command[:3] == [sys.executable, "-m", "runner.node.launcher"]
+        assert command[:3] == [sys.executable, "-m", "runner.launcher.launcher"]
         assert command[4:] == ["launcher.log", "temporary", str(os.getpid())]
         assert options["pass_fds"] == (int(command[3]),)
         assert options["start_new_session"], "the terminal's Ctrl-C must not reach the ranks"

@@ -14,16 +14,16 @@ from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, beat
 from checkpointing.agent import protocol
 from checkpointing.agent.events import Committed, Event
 from checkpointing.host.heartbeat import Phase
-from runner.cache import seal
 from runner.config.schema import Config
 from runner.errors import GpuMissing, UsageError
+from runner.journal.attempts import AttemptResult, AttemptSpec, Job
 from runner.journal.events import AgentEndedEarly, AttemptStarted
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
-from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.node import Node
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
+from runner.system.cache import seal
 from runner.system.event_loop import StopRequest
 
 FINISHED: dict[str, Any] = {"event": "attempt_ended", "finished": True, "failures": []}

@@ -10,9 +10,9 @@ from node_fakes import FakeHost, FakeLoop
 
 from checkpointing.agent.events import Event
 from runner.journal.events import BestModel, RankStarted
-from runner.node.rank_messages import BestModelWritten, Done, Failed, Preempted, Started, StopSignal
 from runner.node.rank_reports import RankReports
-from runner.node.rank_watch import RankWatch
+from runner.ranks.messages import BestModelWritten, Done, Failed, Preempted, Started, StopSignal
+from runner.ranks.watch import RankWatch
 
 
 class Watch(RankWatch):

@@ -15,13 +15,13 @@ from checkpointing.storage import LocalStorage
 from checkpointing.storage.rates import Rates
 from runner.config.schema import Config
 from runner.errors import UsageError
-from runner.hardware.gpus import Gpu
 from runner.journal.ledger import NOT_RUNNING
 from runner.plan import advice
 from runner.plan import plan as module
 from runner.plan.model_shape import ModelShape
 from runner.plan.plan import Assumptions, Plan, make_plan, render
-from runner.simulate.scenario import GPU_MTTF_S, HOUR_S
+from runner.plan.simulate.scenario import GPU_MTTF_S, HOUR_S
+from runner.system.gpus import Gpu
 
 GB = 10**9
 # About 100 million parameters.

@@ -21,7 +21,7 @@ from metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, MetadataService
 from runner.preemption import clouds, metadata
 from runner.preemption.metadata import MetadataClient, Unavailable
 from runner.preemption.watcher import Notice, NoticeWatcher
-from runner.supervisor.session import Session
+from runner.session.session import Session
 from runner.system.event_loop import StopRequest
 
 # Longer than any wait of these tests: what waits for an answer waits for that alone.

@@ -12,16 +12,10 @@ from node_fakes import FakeNode, FakeSession, ended
 from checkpointing.agent.events import Committed, Log, TrainingStarted
 from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, LaunchDelayed
-from runner.node.messages import AttemptResult, AttemptSpec, Job
-from runner.node.rank_watch import RankEvents
-from runner.recovery.bad_machines import this_machine
-from runner.recovery.kinds import FailureKind
-from runner.recovery.lease import Lease
-from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
-from runner.supervisor.follower import _STOP_PATIENCE_S, Follower
-from runner.supervisor.identity import JobIdentity, key_of
-from runner.supervisor.lead import Inherited, Succession
-from runner.supervisor.peer_messages import (
+from runner.journal.attempts import AttemptResult, AttemptSpec, Job
+from runner.lease.leadership import Inherited, Takeover
+from runner.lease.record import LeaseRecord
+from runner.peers.messages import (
     Begin,
     Busy,
     End,
@@ -34,7 +28,13 @@ from runner.supervisor.peer_messages import (
     Stop,
     Welcome,
 )
-from runner.supervisor.run_secret import ensure_secret
+from runner.peers.secret import ensure_secret
+from runner.ranks.watch import RankEvents
+from runner.recovery.bad_machines import this_machine
+from runner.recovery.kinds import FailureKind
+from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
+from runner.session.identity import JobIdentity, key_of
+from runner.supervisor.follower import _STOP_PATIENCE_S, Follower
 
 OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet"})
 LONGER = JobIdentity({**OURS.what, "trainer.max_steps": 200})
@@ -73,15 +73,15 @@ class FakeWatch:
     """
 
     def __init__(self) -> None:
-        self.newest: Lease | None = None
-        self.taken: Lease | None = None
+        self.newest: LeaseRecord | None = None
+        self.taken: LeaseRecord | None = None
         self.seen: list[tuple[bool, str, str]] = []
         self.epochs: list[int] = []
 
     def followed(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
-    def turn(self, now: float, *, has_state: bool, host: Callable[[], str], run_id: str) -> Lease | None:
+    def turn(self, now: float, *, has_state: bool, host: Callable[[], str], run_id: str) -> LeaseRecord | None:
         self.seen.append((has_state, host(), run_id))
         return self.taken
 
@@ -96,20 +96,20 @@ class Bench:
         self.nodes: list[FakeNode] = []
         self.attempts: list[AttemptResult | Callable[[FakeNode], AttemptResult]] = []
         self.start_errors: list[Exception | None] = []
-        self.watch, self.led = FakeWatch(), list[tuple[Lease, Inherited]]()
+        self.watch, self.led = FakeWatch(), list[tuple[LeaseRecord, Inherited]]()
         watch: Any = self.watch
         self.follower = Follower(
             self.session,
             Job(script),
             identity=OURS,
-            succession=Succession(self.session, watch, self._lead),
-            make_node=self._make_node,
+            takeover=Takeover(self.session, watch, self._lead),
+            build_node=self._build_node,
             connect=self._connect,
         )
         loop: Any = self.session.loop
         loop.plan = [self._step(one) for one in plan]
 
-    def _lead(self, lease: Lease, inherited: Inherited) -> ExitCode:
+    def _lead(self, lease: LeaseRecord, inherited: Inherited) -> ExitCode:
         self.led.append((lease, inherited))
         node: Any = inherited.node
         if node is not None:
@@ -131,7 +131,7 @@ class Bench:
         self.hello = hello
         return self.member
 
-    def _make_node(self, *arguments: Any, **options: Any) -> Any:
+    def _build_node(self, *arguments: Any, **options: Any) -> Any:
         node = FakeNode(display=options["display"], record=options["record"], run_id=arguments[3])
         node.plan, node.start_errors = self.attempts, self.start_errors
         self.nodes.append(node)
@@ -365,14 +365,14 @@ def test_it_is_ready_once_ranks_can_start_without_delay(tmp_path: Path) -> None:
     def loaded() -> None:
         bench.nodes[0].is_warm = True
 
-    make = bench._make_node
+    make = bench._build_node
 
     def make_cold(*arguments: Any, **options: Any) -> Any:
         node = make(*arguments, **options)
         node.is_warm = False
         return node
 
-    bench.follower._make_node = make_cold
+    bench.follower._build_node = make_cold
     loop.plan += [loading, not_ready, not_ready, loaded, bench._step(DONE)]
     assert bench.run() is ExitCode.DONE
     assert bench.member.sent == [Ready(nproc=2)]
@@ -399,7 +399,7 @@ def test_it_prepares_its_data_before_the_others_wait_for_it(running: bool, tmp_p
 def test_another_leader_while_it_loads_gets_a_node_of_its_own_run(tmp_path: Path) -> None:
     """Nodes of two runs never meet: seen in a campaign, where the leader stood still just as this node came back."""
     bench = Bench(tmp_path, WELCOME)
-    make = bench._make_node
+    make = bench._build_node
 
     def make_cold(*arguments: Any, **options: Any) -> Any:
         node = make(*arguments, **options)
@@ -413,7 +413,7 @@ def test_another_leader_while_it_loads_gets_a_node_of_its_own_run(tmp_path: Path
         bench.follower._on_message(Welcome(run_id="other"))
         bench.nodes[0].is_warm = True
 
-    bench.follower._make_node = make_cold
+    bench.follower._build_node = make_cold
     loop: Any = bench.session.loop
     loop.plan += [replaced, lambda: None, bench._step(BEGIN), bench._step(DONE)]
     bench.attempts = [ended(FailureKind.ENDED)]
@@ -442,7 +442,7 @@ def lose_leader(bench: Bench) -> None:
 
 
 def test_a_node_whose_leader_is_gone_leads_with_what_it_holds(tmp_path: Path) -> None:
-    lease = Lease(2, "b", "b1", 1, "10.0.0.2", "run")
+    lease = LeaseRecord(2, "b", "b1", 1, "10.0.0.2", "run")
     bench = Bench(tmp_path, Welcome(run_id="run", epoch=1), Begin(spec=AttemptSpec(1, 3, nodes=(0, 1, 2))))
 
     def attempt(node: FakeNode) -> AttemptResult:
@@ -467,7 +467,7 @@ def test_a_node_whose_leader_is_gone_leads_with_what_it_holds(tmp_path: Path) ->
 def test_a_node_that_has_met_no_leader_leads_with_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     lose_leader(bench)
-    bench.watch.taken = Lease(2, "b", "b1", 1)
+    bench.watch.taken = LeaseRecord(2, "b", "b1", 1)
     assert bench.run() is ExitCode.DONE
     assert bench.led == [(bench.watch.taken, Inherited())]
 
@@ -476,7 +476,7 @@ def test_a_node_that_has_met_no_leader_continues_the_same_run(tmp_path: Path) ->
     """The others keep what they hold in memory only for the run that they know."""
     bench = Bench(tmp_path, DONE)
     lose_leader(bench)
-    bench.watch.newest = Lease(2, "c", "c1", 2, "10.0.0.3", "theirs", released=True)
+    bench.watch.newest = LeaseRecord(2, "c", "c1", 2, "10.0.0.3", "theirs", released=True)
     bench.run()
     assert bench.watch.seen[-1][2] == "theirs"
 
@@ -484,7 +484,7 @@ def test_a_node_that_has_met_no_leader_continues_the_same_run(tmp_path: Path) ->
 def test_it_connects_to_the_node_that_leads_now(tmp_path: Path) -> None:
     bench = Bench(tmp_path, DONE)
     lose_leader(bench)
-    bench.watch.newest = Lease(2, "c", "c1", 2, "10.0.0.3", "run")
+    bench.watch.newest = LeaseRecord(2, "c", "c1", 2, "10.0.0.3", "run")
     assert bench.run() is ExitCode.DONE
     assert bench.member.address == ("10.0.0.3", 29401)
 
@@ -492,7 +492,7 @@ def test_it_connects_to_the_node_that_leads_now(tmp_path: Path) -> None:
 def test_a_leader_that_has_ended_is_not_connected_to(tmp_path: Path) -> None:
     bench = Bench(tmp_path, DONE)
     lose_leader(bench)
-    bench.watch.newest = Lease(2, "c", "c1", 2, "10.0.0.3", "run", released=True)
+    bench.watch.newest = LeaseRecord(2, "c", "c1", 2, "10.0.0.3", "run", released=True)
     bench.run()
     assert bench.member.address == ("10.0.0.1", 29401)
 
@@ -500,7 +500,7 @@ def test_a_leader_that_has_ended_is_not_connected_to(tmp_path: Path) -> None:
 def test_a_node_that_is_to_stop_does_not_lead(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     lose_leader(bench)
-    bench.watch.taken = Lease(2, "b", "b1", 1)
+    bench.watch.taken = LeaseRecord(2, "b", "b1", 1)
     bench.session.stop.ask("SIGTERM")
     assert bench.run() is ExitCode.PREEMPTED
     assert not bench.led and not bench.watch.seen

@@ -13,21 +13,21 @@ from node_fakes import FakeLeader, FakeNode, FakeSession
 from checkpointing.agent.events import Event, Log
 from checkpointing.storage.local_sidecars import LocalSidecars
 from runner.errors import ExitCode, PeersMissing, UsageError
+from runner.journal.attempts import AttemptSpec
 from runner.journal.events import NodesChanged, WaitingForNodes
-from runner.node.messages import AttemptSpec
+from runner.lease.leadership import Leadership
+from runner.lease.lease import Lease
+from runner.lease.record import LeaseRecord
+from runner.peers.messages import Begin, Busy, End, Ended, Finish, Forwarded, Hello, Ready, Welcome
+from runner.peers.messages import Stop as StopMessage
+from runner.peers.secret import read_secret
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.lease import Lease
 from runner.recovery.policy import Stop
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
-from runner.supervisor.admission import Limits
-from runner.supervisor.identity import JobIdentity
-from runner.supervisor.lead import Lead
-from runner.supervisor.leadership import LeaseKeeper
+from runner.session.admission import Limits
+from runner.session.identity import JobIdentity
 from runner.supervisor.membership import _PEER_END_S, Membership
-from runner.supervisor.peer_messages import Begin, Busy, End, Ended, Finish, Forwarded, Hello, Ready, Welcome
-from runner.supervisor.peer_messages import Stop as StopMessage
-from runner.supervisor.run_secret import read_secret
 
 OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet", "trainer.learning_rate": 1e-4})
 
@@ -35,14 +35,14 @@ OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet", "trai
 class Bench:
     """A leader of three nodes with two ranks each."""
 
-    def __init__(self, folder: Path, keeper: LeaseKeeper | None = None, **launch: Any) -> None:
+    def __init__(self, folder: Path, keeper: Lease | None = None, **launch: Any) -> None:
         self.session = FakeSession(folder, nnodes=3, master_addr="127.0.0.1", master_port=29400, **launch)
         self.session.attempt = 1
         self.leader = FakeLeader()
         self.node = FakeNode(display=self.session.display, record=self.session.record)
         self.events: list[Event] = []
         self.refusal: Any = None
-        lead = Lead(self.session, keeper)
+        lead = Leadership(self.session, keeper)
         self.members = Membership(
             self.session, identity=OURS, on_event=self.events.append, lead=lead, open_leader=self._open
         )
@@ -227,7 +227,7 @@ def test_a_stop_request_passes_through_the_leader(bench: Bench) -> None:
 
 
 def test_a_leader_with_a_lease_leaves_without_stopping_the_others(tmp_path: Path) -> None:
-    keeper = LeaseKeeper(LocalSidecars(tmp_path, may_create=lambda: True), Lease(4, "a", run_id="the-run"))
+    keeper = Lease(LocalSidecars(tmp_path, may_create=lambda: True), LeaseRecord(4, "a", run_id="the-run"))
     bench = Bench(tmp_path, keeper, min_nodes=1)
     bench.session.loop.plan = [lambda: bench.come(1, 2)]  # type: ignore[attr-defined]
     bench.members.gather(Limits(1, 3, last_call_s=30, local_ranks=2), has_finished=False)
@@ -241,7 +241,7 @@ def test_a_leader_with_a_lease_leaves_without_stopping_the_others(tmp_path: Path
 
 
 def test_a_leader_that_fails_while_it_leaves_ends_the_run(tmp_path: Path) -> None:
-    keeper = LeaseKeeper(LocalSidecars(tmp_path, may_create=lambda: True), Lease(4, "a", run_id="the-run"))
+    keeper = Lease(LocalSidecars(tmp_path, may_create=lambda: True), LeaseRecord(4, "a", run_id="the-run"))
     bench = Bench(tmp_path, keeper, min_nodes=1)
     bench.session.loop.plan = [lambda: bench.come(1, 2)]  # type: ignore[attr-defined]
     bench.members.gather(Limits(1, 3, last_call_s=30, local_ranks=2), has_finished=False)

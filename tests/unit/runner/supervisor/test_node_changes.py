@@ -11,11 +11,11 @@ from node_fakes import FakeNode, FakeSession
 from checkpointing.agent.events import SlowRanks
 from runner.errors import ExitCode
 from runner.journal.events import NodesChanged
+from runner.peers.messages import MAX_REASON, Finish
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.supervisor.admission import Limits, Seen
+from runner.session.admission import Limits, Seen
 from runner.supervisor.node_changes import NodeChanges, listed
-from runner.supervisor.peer_messages import MAX_REASON, Finish
 
 ALL = frozenset({0, 1, 2})
 LIMITS = Limits(2, 3, grow_interval_s=60)

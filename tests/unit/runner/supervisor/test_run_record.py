@@ -13,13 +13,13 @@ from checkpointing.agent.events import Fenced
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local_sidecars import LocalSidecars
 from checkpointing.storage.object_store import StorageTimeout
+from runner.journal.attempts import Job
 from runner.journal.journal import Journal
-from runner.node.messages import Job
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.restart_state import RestartState, RunnerProcess
-from runner.supervisor.admission import Limits
-from runner.supervisor.identity import JobIdentity, key_of
+from runner.session.admission import Limits
+from runner.session.identity import JobIdentity, key_of
 from runner.supervisor.run_record import RunRecord
 
 JOB = JobIdentity({"job": "script train.py"})

@@ -13,16 +13,16 @@ from node_fakes import FakeLeader, FakeNode, FakeSession, ended
 
 from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, LaunchDelayed, LaunchError, UsageError
+from runner.journal.attempts import AttemptResult, Job
 from runner.journal.events import AttemptEnded, Backoff, RunEnded, StepsSkipped
-from runner.node.messages import AttemptResult, Job
+from runner.lease.lease import Lease
+from runner.lease.record import LeaseRecord, newest_lease, take
+from runner.peers.messages import Finish
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.lease import Lease, newest_lease, take
 from runner.recovery.policy import AttemptRecord
 from runner.recovery.restart_state import RestartState
-from runner.supervisor.identity import JobIdentity, key_of
-from runner.supervisor.leadership import LeaseKeeper
-from runner.supervisor.peer_messages import Finish
+from runner.session.identity import JobIdentity, key_of
 from runner.supervisor.supervisor import Supervisor
 
 FINISHED = ended(FailureKind.FINISHED, 20, cause="all ranks finished")
@@ -48,10 +48,10 @@ class Bench:
         self.drained = True
         self.committed_step = -1
         self.supervisor = Supervisor(
-            self.session, Job(script), make_node=self._make_node, identity=identity, place="here"
+            self.session, Job(script), build_node=self._build_node, identity=identity, location_id="here"
         )
 
-    def _make_node(self, *_: object, **options: Any) -> Any:
+    def _build_node(self, *_: object, **options: Any) -> Any:
         self.node = FakeNode(display=options["display"], record=options["record"])
         self.node.plan, self.node.start_errors, self.node.drained = self.plan, self.start_errors, self.drained
         return self.node
@@ -309,12 +309,12 @@ def test_that_a_job_of_several_nodes_has_finished_is_recorded(
     members._open_leader = open_leader
     members.begin = lambda spec: None
 
-    def make_node(*_: object, **options: Any) -> Any:
-        node = bench._make_node(**options)
+    def build_node(*_: object, **options: Any) -> Any:
+        node = bench._build_node(**options)
         node.shape = (num_nodes, 1)
         return node
 
-    bench.supervisor._make_node = make_node
+    bench.supervisor._build_node = build_node
     assert bench.run() is ExitCode.DONE
     note = bench.config.tiers.durable.sidecars.read_restart_state()
     assert (RestartState.from_json(note).finished == key_of(OURS)) is is_recorded
@@ -356,12 +356,12 @@ def test_a_finished_run_waits_for_nobody_for_long(finished: JobIdentity, exit_co
 
     leader._open_leader = lambda *_, **__: FakeLeader()
 
-    def make_node(*_: object, **options: Any) -> Any:
-        node = bench._make_node(**options)
+    def build_node(*_: object, **options: Any) -> Any:
+        node = bench._build_node(**options)
         node.shape = (2, 1)
         return node
 
-    bench.supervisor._make_node = make_node
+    bench.supervisor._build_node = build_node
     assert bench.run() is exit_code
     waited_s = bench.session.host.now - began
     assert waited_s < 40 if finished is OURS else waited_s >= bench.config.launch.rendezvous_timeout_s
@@ -374,21 +374,21 @@ def test_the_key_of_a_job_is_that_of_equal_jobs_alone() -> None:
 
 # -- the lease -------------------------------------------------------------------------------------------------------
 
-LEASE = Lease(2, "b", "b1", 1, "10.0.0.2", "the-run")
-NEWER = Lease(3, "c", "c1", 2, "10.0.0.3", "the-run")
+LEASE = LeaseRecord(2, "b", "b1", 1, "10.0.0.2", "the-run")
+NEWER = LeaseRecord(3, "c", "c1", 2, "10.0.0.3", "the-run")
 
 
 def leading(
     tmp_path: Path, *plan: AttemptResult | Callable[[FakeNode], AttemptResult], leader: FakeLeader | None = None
-) -> tuple[Bench, LeaseKeeper]:
+) -> tuple[Bench, Lease]:
     """A node that leads in place of the first one."""
     bench = Bench(tmp_path, *plan, nnodes=3, min_nodes=1, node_rank=1, master_addr="10.0.0.1", last_call_s=0.0)
     sidecars = LocalStorage(tmp_path / "checkpoints").sidecars
     take(sidecars, LEASE)
-    keeper = LeaseKeeper(sidecars, LEASE)
+    keeper = Lease(sidecars, LEASE)
 
-    def make_node(*arguments: Any, **options: Any) -> Any:
-        node = bench._make_node(*arguments, **options)
+    def build_node(*arguments: Any, **options: Any) -> Any:
+        node = bench._build_node(*arguments, **options)
         node.shape = (3, 1)
         return node
 
@@ -396,7 +396,7 @@ def leading(
         return leader or FakeLeader()
 
     bench.supervisor = Supervisor(
-        bench.session, Job(), make_node=make_node, place="here", lease=keeper, open_leader=open_leader
+        bench.session, Job(), build_node=build_node, location_id="here", lease=keeper, open_leader=open_leader
     )
     return bench, keeper
 

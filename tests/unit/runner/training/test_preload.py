@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.node.script_imports import EVERYTHING
+from runner.launcher.script_imports import EVERYTHING
 from runner.system.processes import PRELOAD_ENV
 
 

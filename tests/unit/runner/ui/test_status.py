@@ -11,7 +11,7 @@ from checkpointing.host.locking import this_machine
 from runner.journal.summary import summarise
 from runner.recovery.restart_state import process_namespace
 from runner.system import processes
-from runner.text import duration
+from runner.system.text import duration
 from runner.ui.status import panel, runner_is_gone
 
 

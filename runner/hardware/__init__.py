@@ -1,1 +1,0 @@
-"""Hardware of this node: GPUs."""

@@ -1,0 +1,1 @@
+"""The process that wraps torchrun, and what it is asked to start."""

@@ -1,0 +1,1 @@
+"""The connections between the nodes of a run: who may join, what they say, how they are kept up."""

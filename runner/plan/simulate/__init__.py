@@ -1,0 +1,1 @@
+"""A run on a simulated cluster, by the events of its failures."""

@@ -1,0 +1,181 @@
+"""The ranks of an attempt on one node: their messages, deaths and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from checkpointing.agent import protocol
+from checkpointing.agent.protocol import Message
+from runner.ranks import messages as rank_messages
+from runner.ranks.messages import RankMessage, Started
+from runner.ranks.output import STDERR_NAME
+from runner.recovery.evidence import RankEnd, read_error_file, read_last_words
+from runner.recovery.failure import is_effect
+
+
+class RankEvents:
+    """A datagram socket on which the ranks report.
+
+    Attributes:
+        path: Path of the socket.
+        sock: The socket, which does not block.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Open the socket.
+
+        Args:
+            directory: Folder for the socket.
+        """
+        self.path = str(directory / "events.sock")
+        # A follower whose leader was replaced opens another one in the same folder.
+        Path(self.path).unlink(missing_ok=True)
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.sock.bind(self.path)
+        self.sock.setblocking(False)
+
+    def receive(self) -> list[RankMessage]:
+        """Return the messages that have arrived; other data is dropped, as any process of the user can write here."""
+        messages = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data = self.sock.recv(protocol.MAX_MESSAGE_BYTES)
+                with contextlib.suppress(ValueError):
+                    messages.append(rank_messages.read(data))
+        return messages
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.sock.close()
+
+
+@dataclass
+class RankWatch:
+    """The ranks of one attempt on this node; a death is noticed at once, through pidfd_open(2).
+
+    A rank that ends without a `rank_done` message has failed; so has a script that calls `os._exit`.
+
+    Attributes:
+        pidfds: Ranks that are running, by their pidfds.
+        pids: Process ids of all ranks that have started, by rank.
+        local_ranks: Their ranks on this node, by rank.
+        done: Ranks that have finished.
+        preempted: Ranks that exit because of a stop request.
+        errors: By rank, what it reported: the error, its innermost frame, whether it is transient.
+        deaths: Ranks that have died, the first one first.
+        error_files: Paths of torchrun's error files, by rank.
+    """
+
+    pidfds: dict[int, int] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
+    local_ranks: dict[int, int] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    preempted: set[int] = field(default_factory=set)
+    errors: dict[int, tuple[str, str | None, bool]] = field(default_factory=dict)
+    deaths: list[int] = field(default_factory=list)
+    error_files: dict[int, str] = field(default_factory=dict)
+
+    def started(self, message: Started) -> int | None:
+        """Begin to watch a rank.
+
+        Args:
+            message: The rank's message.
+
+        Returns:
+            Its pidfd; None if it has died already.
+        """
+        rank, pid = message.rank, message.pid
+        self.pids[rank] = pid
+        self.local_ranks[rank] = message.local_rank
+        self.error_files[rank] = message.error_file
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            # EINVAL means that the number belongs to a thread by now.
+            if error.errno not in (errno.ESRCH, errno.EINVAL):
+                raise
+            self.deaths.append(rank)
+            return None
+        self.pidfds[pidfd] = rank
+        return pidfd
+
+    def died(self, pidfd: int) -> None:
+        """Record the death of a rank.
+
+        Args:
+            pidfd: Its pidfd, which is closed.
+        """
+        self.deaths.append(self.pidfds.pop(pidfd))
+        os.close(pidfd)
+
+    @property
+    def failures(self) -> list[int]:
+        """Ranks that have died without announcing their end, the first one first."""
+        return [rank for rank in self.deaths if rank not in self.done and rank not in self.preempted]
+
+    @property
+    def cause_known(self) -> bool:
+        """Whether some rank has failed by itself, so that errors of the others are effects of it."""
+        for rank in self.failures:
+            file = Path(self.error_files.get(rank) or "/nonexistent")
+            found = read_error_file(file)
+            own = found or self.errors.get(rank)
+            error = own[0] if own is not None else read_last_words(file.with_name(STDERR_NAME))
+            if error is None or not is_effect(error):
+                return True
+        return False
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to all running ranks; a pidfd cannot hit a process that reuses a pid.
+
+        Args:
+            number: The signal.
+        """
+        for pidfd in self.pidfds:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(pidfd, number)
+
+    def ends(self, failures: list[Message]) -> list[RankEnd]:
+        """Return how the failed ranks ended, from their deaths, error files and messages.
+
+        Args:
+            failures: The launcher's report: `rank`, `exit_code` and `error_file` of each failed rank.
+        """
+        exit_codes = {int(failure["rank"]): failure["exit_code"] for failure in failures}
+        files = {**{int(f["rank"]): f["error_file"] for f in failures}, **self.error_files}
+        order = [rank for rank in self.deaths if rank not in self.done]
+        order += [rank for rank in exit_codes if rank not in order]
+        ends = []
+        for position, rank in enumerate(order):
+            file = Path(files.get(rank) or "/nonexistent")
+            found = read_error_file(file)
+            error, frame, transient = self.errors.get(rank, (None, None, False))
+            if found is not None:
+                ends.append(RankEnd(rank, position, exit_codes.get(rank), *found, transient=transient))
+            elif error is not None:
+                ends.append(RankEnd(rank, position, exit_codes.get(rank), error, frame, transient=transient))
+            else:
+                words = read_last_words(file.with_name(STDERR_NAME))
+                ends.append(RankEnd(rank, position, exit_codes.get(rank), last_words=words))
+        return ends
+
+    def log(self, rank: int | None) -> Path | None:
+        """Return the file with a rank's standard error; None if there is none.
+
+        Args:
+            rank: Global rank; None if no rank failed.
+        """
+        file = self.error_files.get(rank) if rank is not None else None
+        return Path(file).with_name(STDERR_NAME) if file else None
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for pidfd in self.pidfds:
+            os.close(pidfd)
+        self.pidfds.clear()

@@ -1,0 +1,393 @@
+"""Checks before a run is started, so that it resumes from nothing, and writes to nothing, of another job or run.
+
+Nothing is changed before all checks have passed; `admit` then records what the next start will compare with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
+from checkpointing.format.manifest import Manifest
+from checkpointing.storage.durable import replace_file
+from checkpointing.storage.object_store import StorageTimeout
+from runner.config.load import load_config
+from runner.config.schema import Config
+from runner.errors import RunBusy, RunnerError, StorageFailed, StorageFull, UsageError, unusable
+from runner.journal.events import Entry, RunEnded, RunStarted
+from runner.journal.journal import read_journal
+from runner.journal.run_directory import RunDirectory, hold_lock
+from runner.journal.summary import RunState
+from runner.recovery.restart_state import RestartState
+from runner.session import identity, location_id
+from runner.session.identity import JobIdentity, differences, summarised
+
+# The agent has a lock file of its own there.
+LOCK_NAME = ".supervisor.lock"
+# A folder with one of these is a starting point, whether a stock Trainer wrote it or this project.
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+_STATE = "trainer_state.json"
+_RETRY_S = 1.0
+
+
+class LocationLock:
+    """Makes this the only runner of the location until the process ends.
+
+    A directory is locked like the run's folder. Object storage has no locks: there the restart state names the last
+    runner, and a second one is refused while that runs on this node.
+    """
+
+    def __init__(self, config: Config, notify: Callable[[str], None], patience_s: float | None = None) -> None:
+        """Prepare to lock the durable tier.
+
+        Args:
+            config: The resolved configuration.
+            notify: Called with messages for the user.
+            patience_s: See `hold_lock`.
+        """
+        self._storage, self._notify, self._patience_s = config.tiers.durable, notify, patience_s
+        self._fd: int | None = None
+
+    def release(self) -> None:
+        """Give the lock back: another node leads the run."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def hold(self) -> None:
+        """Take the lock, once more if the directory has been moved away since.
+
+        Raises:
+            RunBusy: Another runner on this node has it.
+            OSError: The location cannot be written.
+        """
+        storage = self._storage
+        if storage.root is not None:
+            self.release()
+            storage.root.mkdir(parents=True, exist_ok=True)
+            what = f"keeps its checkpoints at {storage.root}"
+            path, option = storage.root / LOCK_NAME, "checkpoint.location"
+            self._fd, _ = hold_lock(path, what, option, self._notify, patience_s=self._patience_s)
+            return
+        runner = RestartState.from_json(storage.sidecars.read_restart_state()).runner
+        if runner is not None and runner.is_alive_here:
+            raise RunBusy(
+                f"another runner (pid {runner.pid} on {runner.host}) keeps its checkpoints at {storage.location}; stop "
+                "it first, or choose another checkpoint.location"
+            )
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A job as it was recorded.
+
+    Attributes:
+        job: The job.
+        where: The location or folder that it was recorded in.
+    """
+
+    job: JobIdentity
+    where: str
+
+
+def compare_jobs(job: JobIdentity, recorded: Sequence[Recorded], *, allow_changes: bool) -> list[str]:
+    """Check that recorded jobs are this one.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        UsageError: One of them is another job, and changes are not allowed.
+    """
+    notes = []
+    for one in recorded:
+        changes = differences(one.job, job)
+        if changes and not allow_changes:
+            raise UsageError(
+                f"{one.where} holds checkpoints or results of another job ({summarised(changes)}); choose another "
+                "--output-dir and checkpoint.location, start over with --resume never --overwrite, or pass "
+                "--allow-changes if it is the same job after an edit"
+            )
+        if changes:
+            notes.append(f"resuming at {one.where} although the job has changed ({summarised(changes)})")
+    return notes[:1]
+
+
+def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_changes: bool) -> list[str]:
+    """Check that the run's folder and location hold this job, and all that it has committed.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        UsageError: They hold another job, or the ranks cannot share the samples of its steps.
+        CheckpointsMissing: The location is another one than before, or empty.
+        OSError: Storage refused.
+    """
+    tiers, entries = config.tiers, read_journal(directory.journal)
+    remembered = location_id.remember(entries, tiers.name(tiers.durable))
+    in_folder = recorded_in(directory)
+    recorded = []
+    for storage in tiers.nearest_first:
+        if storage.steps() or storage.quarantined():
+            known = JobIdentity.from_json(storage.sidecars.read(identity.RECORD_NAME)) or in_folder
+            recorded += [Recorded(known, storage.location)] if known is not None else []
+    if in_folder is not None and (remembered.step is not None or has_finished(entries)):
+        recorded.append(Recorded(in_folder, str(directory.root)))
+    notes = compare_jobs(job, recorded, allow_changes=allow_changes)
+    launch = config.launch
+    # The supervisor checks `auto` once torch has counted the accelerators: no other tool counts all kinds.
+    # Virtual ranks are shared by any number of ranks.
+    must_divide = config.elastic.mode != "exact"
+    if must_divide and launch.nproc_per_node != "auto" and launch.world_size is None:
+        newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
+        record = RestartState.from_json(tiers.durable.sidecars.read_restart_state())
+        if newest is not None and counts_samples(job, record):
+            nodes = range(launch.min_nodes or launch.nnodes, launch.nnodes + 1)
+            ranks = [number * launch.nproc_per_node for number in nodes]
+            is_bundled = job.what["job"] == "the configured job"
+            together = config.model_ranks if is_bundled else record.batch.model_ranks
+            try:
+                check_world_size(newest, *ranks, model_ranks=together)
+            except UsageError as error:
+                if record.batch.samples is None:
+                    raise
+                raise UsageError(f"{error}. A script with virtual ranks needs --set elastic.mode=exact") from None
+    note = location_id.compare(remembered, location_id.look(tiers, remembered.step), tiers.durable.location)
+    return [*notes, *([note] if note is not None else [])]
+
+
+def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
+    """Record the job in the run's folder and at every tier.
+
+    Returns:
+        The id of the location, which it is given if it has none.
+
+    Raises:
+        OSError: The folder or a storage refused.
+    """
+    earlier = recorded_in(directory)
+    if earlier is not None and not differences(earlier, job):
+        job = job.completed_by(earlier)
+    text = job.to_json()
+    for storage in config.tiers.nearest_first:
+        if storage.sidecars.read(identity.RECORD_NAME) != text:
+            storage.sidecars.write(identity.RECORD_NAME, text)
+    write_job(directory, job)
+    return location_id.ensure_id(config.tiers.durable)
+
+
+def write_job(directory: RunDirectory, job: JobIdentity) -> None:
+    """Record the job in the folder of this node alone."""
+    replace_file(directory.job, job.to_json(), directory.job.with_name(f".{directory.job.name}.tmp"))
+
+
+def counts_samples(job: JobIdentity, record: RestartState) -> bool:
+    """Return whether a checkpoint's number of samples counts those of all ranks.
+
+    A script may count in its own way, unless it has reported how its batches are divided.
+    """
+    return job.what["job"] == "the configured job" or record.batch.micro_batch is not None
+
+
+def check_world_size(newest: Manifest | None, *world_sizes: int, model_ranks: int = 1) -> None:
+    """Check that the ranks can share the samples of the run's steps equally, as its first ones did.
+
+    Args:
+        newest: Manifest of the newest checkpoint; None if there is none.
+        world_sizes: Numbers of ranks on all nodes with which the run may train; one that can is enough.
+        model_ranks: Ranks that compute the same samples together.
+
+    Raises:
+        UsageError: None can; the text says which numbers can.
+    """
+    if newest is not None and newest.step > 0:
+        samples = newest.samples_consumed // newest.step
+        if not any(can_share(samples, world_size, model_ranks) for world_size in world_sizes):
+            check_shares(samples, world_sizes[-1], model_ranks)
+
+
+def can_share(samples: int, world_size: int, model_ranks: int) -> bool:
+    """Return whether ranks, of which so many compute the same samples together, can share those of a step equally."""
+    return world_size % model_ranks == 0 and samples % (world_size // model_ranks) == 0
+
+
+def check_shares(samples: int, world_size: int, model_ranks: int = 1) -> None:
+    """Check that the ranks can share the samples of a step equally.
+
+    Raises:
+        UsageError: They cannot; the text says which numbers can.
+    """
+    if not can_share(samples, world_size, model_ranks):
+        numbers = [number * model_ranks for number in range(1, samples + 1) if samples % number == 0]
+        fitting = ", ".join(map(str, numbers))
+        raise UsageError(
+            f"a step of this run has {samples} samples, which {world_size} ranks cannot share equally; start {fitting} "
+            "ranks in all (--nproc-per-node, --nnodes), or begin again in another --output-dir"
+        )
+
+
+def recorded_in(directory: RunDirectory) -> JobIdentity | None:
+    """Return the job that is recorded in a run's folder; None if there is none."""
+    with contextlib.suppress(OSError):
+        return JobIdentity.from_json(directory.job.read_bytes())
+    return None
+
+
+def has_finished(entries: Sequence[Entry]) -> bool:
+    """Return whether the last session of a journal has trained to the end."""
+    ends = [entry.event for entry in entries if isinstance(entry.event, RunStarted | RunEnded)]
+    last = ends[-1] if ends else None
+    return isinstance(last, RunEnded) and last.state == RunState.FINISHED.value
+
+
+def is_done(config: Config, directory: RunDirectory, job: JobIdentity) -> bool:
+    """Return whether the run in this folder has finished this very job with the same settings and location."""
+    entries, recorded = read_journal(directory.journal), recorded_in(directory)
+    if recorded is None or not has_finished(entries) or differences(recorded, job) or recorded.settings != job.settings:
+        return False
+    locations = [entry.event.location for entry in entries if isinstance(entry.event, RunStarted)]
+    absolute = config.model_copy(deep=True)
+    absolute.make_absolute()
+    return locations[-1:] == [absolute.checkpoint_location]
+
+
+def starting_point(path: str) -> str:
+    """Check the folder of `--resume-from`; returns its absolute path.
+
+    Raises:
+        UsageError: It does not exist, or is not a checkpoint.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UsageError(f"--resume-from {path!r}: no such folder; give the folder of a checkpoint")
+    if not any((folder / name).is_file() for name in (*_WEIGHTS, _STATE)):
+        inside = sorted(
+            (one for one in folder.glob("checkpoint-*") if one.name.removeprefix("checkpoint-").isdigit()),
+            key=lambda one: int(one.name.removeprefix("checkpoint-")),
+        )
+        hint = f"give one of the checkpoints in it, such as {inside[-1]}" if inside else "give a checkpoint's folder"
+        raise UsageError(f"--resume-from {path!r}: it holds no model weights and no {_STATE}; {hint}")
+    return str(folder.absolute())
+
+
+def was_in_use(config: Config, directory: RunDirectory) -> bool:
+    """Return whether the last start in this folder used the same storage, which then is no mistake.
+
+    Args:
+        config: The resolved configuration.
+        directory: The run's folder.
+    """
+    try:
+        recorded = load_config(str(directory.config), {}, needs_data=False)
+    except RunnerError:
+        return False
+    current = config.model_copy(deep=True)
+    current.make_absolute()
+    before, now = ((one.checkpoint_location, one.checkpoint.local_tier) for one in (recorded, current))
+    return before == now
+
+
+def check_storage(config: Config) -> tuple[list[str], bool]:
+    """Try what the run will need of its storage, before anything is started.
+
+    Returns:
+        What the user should know about the locations, and whether the durable one does not answer: the run then resumes
+        from its local tier.
+
+    Raises:
+        UsageError: A location cannot be used; the text says why.
+        StorageFailed: Its file system does not work now.
+        StorageFull: There is no room.
+        StorageUnreachable: The durable tier does not answer, and there is no local tier to resume from.
+    """
+    tiers, caveats, is_away = config.tiers, [], False
+    for storage in tiers.nearest_first:
+        try:
+            caveats.append(storage.probe())
+        except OSError as error:
+            key = "checkpoint.location" if storage is tiers.durable else "checkpoint.local_tier"
+            text = f"{key}={storage.location!r} cannot be used: {error.strerror or error}"
+            if not isinstance(error, StorageTimeout):
+                raise unusable(text, error) from None
+            if tiers.local is None or not tiers.local.steps():
+                raise StorageUnreachable(f"{text}; start again when it answers") from None
+            is_away = True
+            caveats.append(f"{text}; resuming from {tiers.local.location}; uploads follow when it answers")
+    return [caveat for caveat in caveats if caveat is not None], is_away
+
+
+def await_storage(
+    config: Config,
+    notify: Callable[[str], None],
+    *,
+    patience_s: float,
+    follows: bool = False,
+    wait: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[list[str], bool]:
+    """Return what `check_storage` does, for storage that this run was using before.
+
+    That it does not work or answer now is no mistake of the user's, and may pass: it is tried again every second.
+
+    Args:
+        config: The resolved configuration.
+        notify: Called once, if it cannot be used.
+        patience_s: Seconds after which the error is final.
+        follows: Wait for room and permissions, too: this process was using it, and the run goes on elsewhere.
+        wait: Waits for some seconds.
+        clock: The time, in seconds.
+
+    Raises:
+        UsageError: As `check_storage`.
+        StorageFailed: Likewise.
+        StorageFull: Likewise.
+        StorageUnreachable: Likewise.
+    """
+    deadline, is_silent = clock() + patience_s, True
+    while True:
+        try:
+            return check_storage(config)
+        except (StorageUnreachable, StorageFailed, UsageError) as error:
+            stays = isinstance(error, StorageFull | UsageError) and not follows
+            # A try may itself take a minute.
+            if stays or clock() >= deadline:
+                raise
+            if is_silent:
+                notify(f"{error}; trying again for {patience_s:.0f} s")
+            is_silent = False
+            wait(_RETRY_S)
+
+
+def check_resume_step(config: Config, step: int) -> list[str]:
+    """Prepare `--resume STEP`: verify the step, and rename newer checkpoints.
+
+    Returns:
+        Where the newer checkpoints are kept.
+
+    Raises:
+        UsageError: The step is not committed (the text lists those that are), or its files are damaged.
+    """
+    tiers = config.tiers
+    try:
+        tiers.catalog.verify(step)
+    except InvalidCheckpoint as error:
+        raise UsageError(f"--resume {step}: {error}") from None
+    return [
+        storage.quarantine(newer, "superseded")
+        for storage in tiers.nearest_first
+        for newer in storage.steps()
+        if newer > step
+    ]

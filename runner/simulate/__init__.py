@@ -1,1 +1,0 @@
-"""`runner simulate`: the goodput of a run under failures."""
