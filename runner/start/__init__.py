@@ -1,0 +1,1 @@
+"""What `runner start` does, from a resolved configuration to the exit code."""

@@ -1,0 +1,266 @@
+"""What `runner start` does, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from checkpointing.host.threads import in_background
+from runner.config.schema import Config
+from runner.errors import ExitCode, RunBusy
+from runner.journal.attempts import Job
+from runner.journal.run_directory import RunDirectory
+from runner.lease.leader_choice import LeaderChoice, take_over
+from runner.lease.leadership import Inherited, Takeover
+from runner.lease.record import LeaseRecord
+from runner.ranks.output import drain_streams
+from runner.session import preflight
+from runner.session.excluded_machines import check_own_machine
+from runner.session.identity import between_nodes, identify
+from runner.session.session import Session
+from runner.start.earlier_run import move_aside
+from runner.start.outcome import print_outcome, print_summary
+from runner.supervisor.follower import Follower
+from runner.supervisor.supervisor import Supervisor
+from runner.system.cache import discard_unsealed
+from runner.system.event_loop import StopRequest
+from runner.ui.progress import ProgressDisplay
+
+T = TypeVar("T")
+# Set where the process continues as a node that follows; its value does not matter.
+FOLLOWS_ENV = "_RUNNER_FOLLOWS"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for, besides the configuration.
+
+    Attributes:
+        step: What to resume from: "auto", "never" or a step.
+        overwrite: Whether to move an earlier run aside.
+        resume_from: A verified checkpoint to start from while the run has none of its own; empty for none.
+        allow_changes: Whether to resume from checkpoints of a job that differs from this one.
+        script: Path of the user's script; None for the configured job.
+        args: Its arguments.
+        show_output: Whether to show what the ranks print.
+        follows: Whether the run that this process has led goes on under another leader.
+    """
+
+    step: str | int = "auto"
+    overwrite: bool = False
+    resume_from: str = ""
+    allow_changes: bool = False
+    script: str | None = None
+    args: tuple[str, ...] = ()
+    show_output: bool = False
+    follows: bool = False
+
+
+class Boot:
+    """One `runner start`.
+
+    Args:
+        config: The resolved configuration.
+        wanted: What else was asked for.
+        stop: Counts the stop requests of this process since its first moment.
+    """
+
+    def __init__(self, config: Config, wanted: Wanted, stop: StopRequest) -> None:
+        self._config, self._wanted, self._stop = config, wanted, stop
+        self._directory = RunDirectory(config.output_dir, config.launch.node_rank)
+        self._caveats: list[str] = []
+        self._location_id: str | None = None
+
+    def run(self) -> ExitCode:
+        """Run the job on this node, as the leader or as a follower; return the exit code of the process.
+
+        Raises:
+            RunnerError: The run cannot begin: the settings, the storage, the job or this machine are wrong.
+        """
+        self._open_directory()
+        self._identity = unless_stopped(
+            self._stop, lambda: identify(self._config, self._wanted.script, self._wanted.args)
+        )
+        if self._wanted.step == "auto" and preflight.is_done(self._config, self._directory, self._identity):
+            _say("this run is finished; nothing to do (--resume never --overwrite starts a new run)")
+            print_summary(self._config, self._directory)
+            return ExitCode.DONE
+        is_away = self._reach_storage()
+        self._choose_leader()
+        self._prepare_location(is_away)
+        lease = self._choice.take()
+        if not self._choice.leads:
+            self._lock.release()
+        self._write_config()
+        self._open_session()
+        if not self._choice.leads:
+            return self._follow()
+        self._serve_metrics()
+        supervisor = Supervisor(
+            self._session, self._job, location_id=self._location_id, identity=self._shared_identity, lease=lease
+        )
+        return self._end(supervisor, supervisor.run())
+
+    def _open_directory(self) -> None:
+        self._directory.create()
+        self._directory.lock(_say, lambda: bool(self._stop))
+
+    def _reach_storage(self) -> bool:
+        """Check that the location can be used; return whether it cannot be reached for now."""
+        config = self._config
+        usable = functools.partial(preflight.check_storage, config)
+        if self._wanted.follows or preflight.was_in_use(config, self._directory):
+            patience_s = config.launch.rendezvous_timeout_s
+            usable = functools.partial(
+                preflight.await_storage, config, _say, patience_s=patience_s, follows=self._wanted.follows
+            )
+        self._caveats, is_away = unless_stopped(self._stop, usable)
+        return is_away
+
+    def _choose_leader(self) -> None:
+        is_forced = self._wanted.step != "auto"
+        self._choice = unless_stopped(self._stop, lambda: LeaderChoice(self._config, self._directory, forced=is_forced))
+        self._lock = preflight.LocationLock(self._config, _say, None if self._directory.is_locked else 0.0)
+
+    def _prepare_location(self, is_away: bool) -> None:
+        """Check this machine and the location, and make room for the run; the leader's runner alone does that."""
+        config, directory, step = self._config, self._directory, self._wanted.step
+        if not self._choice.leads:
+            preflight.write_job(directory, self._identity)
+            return
+        if not is_away:
+            unless_stopped(self._stop, lambda: check_own_machine(config, time.time()))
+        elif step == "auto":
+            return
+        unless_stopped(self._stop, self._lock.hold)
+        if step == "never":
+            if move_aside(config, directory, overwrite=self._wanted.overwrite):
+                self._lock.hold()
+        else:
+            allow_changes = self._wanted.allow_changes
+            check = functools.partial(preflight.examine, config, directory, self._identity, allow_changes=allow_changes)
+            self._caveats += unless_stopped(self._stop, check)
+        if isinstance(step, int):
+            for kept in preflight.check_resume_step(config, step):
+                _say(f"checkpoint newer than step {step} kept as {kept}")
+        self._location_id = preflight.admit(config, directory, self._identity)
+
+    def _write_config(self) -> None:
+        if self._config.launch.node_rank == 0:
+            discard_unsealed(self._directory.cache)
+        # A restart, or a script that changes its working directory, must find the same paths.
+        self._config.make_absolute()
+        self._directory.write_config(self._config.to_yaml())
+
+    def _open_session(self) -> None:
+        wanted, directory = self._wanted, self._directory
+        self._display = ProgressDisplay(quiet=not self._choice.leads, live=not wanted.show_output)
+        script = str(Path(wanted.script).absolute()) if wanted.script is not None else None
+        self._job = Job(script, wanted.args, wanted.show_output, wanted.resume_from, wanted.allow_changes)
+        self._display.message(f"run {directory.run_id()} in {directory.root}, resume {wanted.step}")
+        for caveat in [*self._caveats, *([self._choice.caveat] if self._choice.caveat is not None else [])]:
+            self._display.message(caveat)
+        self._shared_identity = between_nodes(self._identity, self._config.checkpoint.location)
+        self._session = Session(self._config, directory, self._display, self._stop)
+
+    def _follow(self) -> ExitCode:
+        """Follow the leader, and lead the run once that one is gone."""
+        takeover = Takeover(self._session, self._choice.watch(), self._take_over)
+        follower = Follower(
+            self._session,
+            self._job,
+            identity=self._shared_identity,
+            compared=not self._wanted.allow_changes,
+            takeover=takeover,
+        )
+        return follower.run()
+
+    def _take_over(self, taken: LeaseRecord, inherited: Inherited) -> ExitCode:
+        """Lead from now on: the leader that this node has followed is gone."""
+        lease = take_over(self._session, taken)
+        try:
+            with contextlib.suppress(RunBusy):
+                # A leader that hangs may have it yet; the lease says that it does not lead any more.
+                preflight.LocationLock(self._config, _say, 0.0).hold()
+            location_id = preflight.admit(self._config, self._directory, self._identity)
+        except OSError as error:
+            # Since it has taken the lease, its storage has failed. Another node, or this one later, finds it stale.
+            location = self._config.checkpoint_location
+            _say(f"this node cannot lead: {location}: {error.strerror or error}; it follows")
+            if inherited.node is not None:
+                inherited.node.close()
+            if not self._stop:
+                _start_again_as_follower()
+            return ExitCode.PREEMPTED
+        self._serve_metrics()
+        supervisor = Supervisor(
+            self._session,
+            self._job,
+            location_id=location_id,
+            identity=self._shared_identity,
+            lease=lease,
+            inherited=inherited,
+        )
+        exit_code = supervisor.lead()
+        self._display.close()
+        return self._end(supervisor, exit_code)
+
+    def _serve_metrics(self) -> None:
+        """Serve the metrics of a run that this node leads, if they are wanted."""
+        config = self._config
+        if config.monitoring.port is None:
+            return
+        from runner.ui.prometheus import RunCollector, serve
+
+        # With one node, only local processes may connect, unless the user sets an address.
+        address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
+        serve(address, config.monitoring.port, RunCollector(self._directory.journal))
+
+    def _end(self, supervisor: Supervisor, exit_code: ExitCode) -> ExitCode:
+        """Print how a run has ended that this node has led, or follow the node that leads now."""
+        if supervisor.was_replaced and not self._stop:
+            _say(f"{supervisor.reason}; this node follows it")
+            _start_again_as_follower()
+        print_outcome(supervisor, exit_code, self._config, self._directory)
+        return exit_code
+
+
+def unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T:
+    """Return the result of a check that may take a minute if a server does not answer.
+
+    A stop request ends the wait and the process.
+    """
+    outcome = in_background(work, "check")
+    while not stop:
+        try:
+            return outcome.result(timeout=0.05)
+        except TimeoutError:
+            if outcome.done():
+                raise
+    _say("stopped before the first attempt")
+    drain_streams()
+    # A normal exit would join the thread, which may still wait for a server.
+    os._exit(int(ExitCode.PREEMPTED))
+
+
+def _say(text: str) -> None:
+    click.echo(f"runner: {text}")
+
+
+def _start_again_as_follower() -> None:
+    """Run the same command again in this process, as a scheduler would do after exit code 75.
+
+    What a leader has set up, from its lock to its metrics, ends with it.
+    """
+    os.environ[FOLLOWS_ENV] = "1"
+    drain_streams()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
