@@ -51,9 +51,9 @@ formatting() {
   ruff check --quiet . && "$root/scripts/words"
 }
 
-# static_checks: types and import contracts; scripts/check runs them at the same time as the tests, which take as long.
+# static_checks: types, import contracts and dead code; scripts/check runs them at the same time as the tests, which take as long.
 static_checks() {
-  mypy && lint-imports
+  mypy && lint-imports && vulture
 }
 
 # finished NAME: print how long the script took, whatever its outcome; to be set as an EXIT trap.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.process.device import Host, Mark
+from checkpointing.process.device import DeviceMark, HostDevice
 
 
 class LateMark:
@@ -41,7 +41,7 @@ class LateDevice:
         self._changed = threading.Condition()
         self._copies: list[Callable[[], None]] = []
         self._num_run = 0
-        self._host = Host()
+        self._host = HostDevice()
         # Waiting for a copy on the host runs it at once; otherwise it blocks until the test runs it.
         self.is_hurried = False
 
@@ -53,16 +53,16 @@ class LateDevice:
     def num_waiting(self) -> int:
         return len(self._copies) - self._num_run
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         with self._changed:
             return LateMark(self, len(self._copies))
 
-    def hold(self, mark: Mark) -> None:
+    def hold(self, mark: DeviceMark) -> None:
         assert isinstance(mark, LateMark)
         mark.hold()
 
     @contextlib.contextmanager
-    def on_own_streams(self, mark: Mark) -> Iterator[None]:
+    def on_own_streams(self, mark: DeviceMark) -> Iterator[None]:
         yield
 
     def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from checkpointing.format.digest import RunningDigest, digesting
 from checkpointing.format.layout import MODEL_NAME, OPTIMIZER_NAME
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.process import rng
-from checkpointing.process.device import Host
+from checkpointing.process.device import HostDevice
 from checkpointing.storage import LocalStorage
 
 
@@ -46,7 +46,7 @@ def write_checkpoint(
     storage, window, files = LocalStorage(folder), memoryview(bytearray(1 << 16)), []
     for image in images(*training):
         digest = RunningDigest()
-        files.append(StagedFile(image.name, digesting(pieces(image, window, Host()), digest), digest.result))
+        files.append(StagedFile(image.name, digesting(pieces(image, window, HostDevice()), digest), digest.result))
     commit_snapshot(storage, SnapshotInfo("run", attempt, step, 1, step, metrics), files)
     return storage
 
@@ -57,7 +57,7 @@ def snapshot(step: int, training: tuple[torch.nn.Module, torch.optim.Optimizer],
     for image in images(*training):
         digest = RunningDigest()
         window = memoryview(bytearray(1 << 16))
-        data = b"".join(bytes(piece) for piece in digesting(pieces(image, window, Host()), digest))
+        data = b"".join(bytes(piece) for piece in digesting(pieces(image, window, HostDevice()), digest))
         files[image.name], digests[image.name] = memoryview(bytearray(data)), digest.result()
     return OfferedSnapshot(SnapshotInfo("run", attempt, step, 1, step, {}), files, digests)
 

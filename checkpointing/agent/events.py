@@ -291,7 +291,7 @@ class Committed(StepEvent, name="committed"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommitFailed(StepEvent, name="commit_failed"):
+class CommitFailedEvent(StepEvent, name="commit_failed"):
     """A checkpoint could not be published in a tier (``local`` or ``remote``); `error` says why."""
 
     tier: str = "local"
@@ -415,7 +415,7 @@ class StorageRetried(Event, name="storage_retried"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fenced(Event, name="fenced"):
+class FencedEvent(Event, name="fenced"):
     """A newer attempt has begun elsewhere (`reason` says which one): this one may no longer write."""
 
     reason: str

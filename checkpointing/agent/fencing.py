@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from checkpointing.agent.duty import Duty
-from checkpointing.agent.events import Fenced as FencedEvent
-from checkpointing.agent.events import TierUnreachable
+from checkpointing.agent.events import FencedEvent, TierUnreachable
 from checkpointing.agent.reporting import text_of
 from checkpointing.agent.results import Report
 from checkpointing.commit.catalog import Catalog, CatalogEntry

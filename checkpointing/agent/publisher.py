@@ -12,8 +12,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.duty import Duty
-from checkpointing.agent.events import CommitFailed, Committed, NotFiniteKept, Pruned, PruneFailed, SnapshotDamaged
-from checkpointing.agent.events import Fenced as FencedEvent
+from checkpointing.agent.events import (
+    CommitFailedEvent,
+    Committed,
+    FencedEvent,
+    NotFiniteKept,
+    Pruned,
+    PruneFailed,
+    SnapshotDamaged,
+)
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, progress_reporter, text_of
 from checkpointing.agent.results import Report, SharesWritten
@@ -30,7 +37,7 @@ from checkpointing.format.manifest import Manifest, SnapshotInfo
 from checkpointing.format.shard_index import HeldFile, ShardParts, parts_name, shard_rank
 from checkpointing.storage import Storage, open_storage
 
-Outcome = Committed | CommitFailed
+Outcome = Committed | CommitFailedEvent
 logger = logging.getLogger("checkpointing")
 # Saves of several nodes that fail one after the other before an attempt does without.
 _MOST_MISSES = 2
@@ -221,7 +228,7 @@ class Publisher:
         finally:
             self._flush_retries()
 
-    def write_shards(self, arena: Arena) -> SharesWritten | CommitFailed:
+    def write_shards(self, arena: Arena) -> SharesWritten | CommitFailedEvent:
         """Write this node's shards of a checkpoint that another node commits."""
         assert arena.info is not None and arena.together is not None
         self._fencer.wait_until_answered()
@@ -229,7 +236,7 @@ class Publisher:
         try:
             write_shards(durable, arena.info, arena.together, self._checked(arena, _shards(arena)))
         except Exception as error:
-            return CommitFailed(step=arena.step, tier=self._tiers.name(durable), error=text_of(error))
+            return CommitFailedEvent(step=arena.step, tier=self._tiers.name(durable), error=text_of(error))
         finally:
             self._flush_retries()
         return SharesWritten()
@@ -288,7 +295,7 @@ class Publisher:
             # Whatever went wrong, the run must learn of it, and the arena must become free again.
             if isinstance(error, Fenced):
                 self._report(FencedEvent(reason=str(error)), None)
-            return CommitFailed(step=info.step, tier=tier, error=text_of(error))
+            return CommitFailedEvent(step=info.step, tier=tier, error=text_of(error))
         finally:
             self._flush_retries()
         return Committed(

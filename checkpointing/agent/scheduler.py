@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
 from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import (
-    CommitFailed,
+    CommitFailedEvent,
     Committed,
     Event,
     Fetched,
@@ -262,18 +262,18 @@ class Scheduler:
         """
         if arena is None:
             # What only the local tier holds is gone with this machine.
-            self.gave_up |= is_last and isinstance(result, CommitFailed)
+            self.gave_up |= is_last and isinstance(result, CommitFailedEvent)
             return
         arena.num_tasks -= 1
         is_current = arena.stage == self._workers.stage.name and not arena.is_old
-        if arena.together is not None and isinstance(result, (Committed, SharesWritten, CommitFailed)):
+        if arena.together is not None and isinstance(result, (Committed, SharesWritten, CommitFailedEvent)):
             # It can be resumed from, whether or not its save has failed.
             arena.is_saved = True
             self.gave_up = False
         match result:
             case Committed() | SharesWritten() if is_current:
                 self.outcomes[arena.step] = None
-            case CommitFailed(error=error):
+            case CommitFailedEvent(error=error):
                 if is_current:
                     self.outcomes[arena.step] = error
                 # Tried again when its ranks are gone, and, if it is still the newest, a last time at the end. What

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from checkpointing.agent import protocol
 from checkpointing.agent.arenas import Arena, ArenaPool
-from checkpointing.agent.attempt import CurrentAttempt
 from checkpointing.agent.connections import Client, Connections
+from checkpointing.agent.current_attempt import CurrentAttempt
 from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import Committed, Event, MemoryShort
 from checkpointing.agent.mailbox import Mailbox

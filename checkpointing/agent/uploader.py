@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.duty import Duty
-from checkpointing.agent.events import CheckpointQuarantined, CommitFailed, Committed
+from checkpointing.agent.events import CheckpointQuarantined, CommitFailedEvent, Committed
 from checkpointing.agent.publisher import Outcome, Publisher, committed_at
 from checkpointing.agent.reporting import Clock, text_of
 from checkpointing.agent.results import Report, UploadEnded
@@ -138,13 +138,13 @@ class Uploader:
             while due := self.due():
                 outcome, manifest = self._upload(local, due[0])
                 self._report(outcome, None)
-                if isinstance(outcome, CommitFailed) or manifest is None:
+                if isinstance(outcome, CommitFailedEvent) or manifest is None:
                     self._on_durable = None
                     return
                 self._on_durable[manifest.step] = manifest
             self._publisher.prune(durable)
         except Exception as error:
-            self._report(CommitFailed(step=step, tier=self._tiers.name(durable), error=text_of(error)), None)
+            self._report(CommitFailedEvent(step=step, tier=self._tiers.name(durable), error=text_of(error)), None)
 
     def _upload(self, local: Storage, step: int) -> tuple[Outcome, Manifest | None]:
         """Copy a checkpoint; its digests are compared on the way, and one that is damaged is quarantined."""
@@ -152,10 +152,10 @@ class Uploader:
         try:
             manifest = local.read_manifest(step)
         except InvalidCheckpoint as error:
-            return CommitFailed(step=step, tier=self._tiers.name(durable), error=str(error)), None
+            return CommitFailedEvent(step=step, tier=self._tiers.name(durable), error=str(error)), None
         copy = _CheckedCopy(local, manifest)
         outcome = self._publisher.publish(durable, manifest.info, copy.files, manifest.total_bytes, since=since)
-        if isinstance(outcome, CommitFailed) and copy.problem is not None:
+        if isinstance(outcome, CommitFailedEvent) and copy.problem is not None:
             self._quarantine_if_damaged(local, step)
         return outcome, manifest
 

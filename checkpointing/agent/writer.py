@@ -16,13 +16,13 @@ from enum import Enum
 
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.duty import Duty
-from checkpointing.agent.events import CommitFailed, Committed, SnapshotDropped
+from checkpointing.agent.events import CommitFailedEvent, Committed, SnapshotDropped
 from checkpointing.agent.fencing import Fencer, Fencing
 from checkpointing.agent.fetching import fetch
 from checkpointing.agent.publisher import Publisher
 from checkpointing.agent.reporting import Clock, RetryCounter
 from checkpointing.agent.results import Digested, FenceAnswered, PortionEnded, Report
-from checkpointing.agent.sidecars import SidecarWriter
+from checkpointing.agent.sidecar_writer import SidecarWriter
 from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.agent.uploader import Uploader
 from checkpointing.commit.catalog import CatalogEntry
@@ -168,7 +168,7 @@ class Writer:
         self._digesting.put(arena)
 
     def commit(self, arena: Arena, split: ReplicatedSave | None = None) -> None:
-        """Commit a snapshot; reports `Committed` or `CommitFailed`.
+        """Commit a snapshot; reports `Committed` or `CommitFailedEvent`.
 
         Args:
             arena: The snapshot.
@@ -242,7 +242,7 @@ class Writer:
                 self._commit_together(arena)
                 return
             outcome = self.publisher.commit(arena, first, task.split if splits else None)
-            if isinstance(outcome, CommitFailed):
+            if isinstance(outcome, CommitFailedEvent):
                 if self._tiers.local is not None and not arena.damaged:
                     # The arena is still needed: the durable tier gets the snapshot.
                     self._report(outcome, None)

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from checkpointing.data.batch_seed import batch_seed
 from checkpointing.data.dealing import Dealing, DealtBatchSampler
 from checkpointing.data.iteration import ReplayedSampler, ReplayedStream, ResumedLoader
-from checkpointing.data.layout import StepLayout
 from checkpointing.data.order import OrderDigest, check_order
 from checkpointing.data.position import EpochStart, Position
 from checkpointing.data.recut import RecutBatchSampler, recut_position
 from checkpointing.data.sampler_state import SamplerState
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.errors import CheckpointError
 from checkpointing.process import rng
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointing.data.generators import with_arrays, without_arrays
-from checkpointing.data.layout import StepLayout
+from checkpointing.data.step_layout import StepLayout
 
 
 @dataclass(frozen=True)

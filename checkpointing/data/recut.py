@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from checkpointing.data.layout import StepLayout
 from checkpointing.data.position import Position
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.errors import CheckpointError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.exact.tree import Node, pushed
+from checkpointing.exact.tree import TreeNode, pushed
 
 
 class PartialSums:
@@ -35,7 +35,7 @@ class PartialSums:
         self._parameters, self._virtual_ranks = list(parameters), virtual_ranks
         self._shared, self._on_host = shared, on_host
         self._places = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        self.nodes: list[Node] = []
+        self.nodes: list[TreeNode] = []
         self.most = 0
         self._sums: list[list[torch.Tensor]] = []
         self._used: list[bool] = []
@@ -81,7 +81,7 @@ class PartialSums:
 
     def with_last(
         self, leaf: int, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]
-    ) -> tuple[list[Node], list[list[torch.Tensor]]]:
+    ) -> tuple[list[TreeNode], list[list[torch.Tensor]]]:
         """Add the last leaf of a block, for some of the parameters; call it once for each.
 
         Args:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
-class Node:
+class TreeNode:
     """A node of the tree.
 
     Attributes:
@@ -36,7 +36,7 @@ def depth_width(virtual_ranks: int) -> int:
     return 1 << (virtual_ranks - 1).bit_length()
 
 
-def pushed(stack: Sequence[Node], leaf: int, virtual_ranks: int) -> tuple[list[Node], int]:
+def pushed(stack: Sequence[TreeNode], leaf: int, virtual_ranks: int) -> tuple[list[TreeNode], int]:
     """Add the next leaf to what a block has so far: a binary counter.
 
     Args:
@@ -47,32 +47,32 @@ def pushed(stack: Sequence[Node], leaf: int, virtual_ranks: int) -> tuple[list[N
     Returns:
         The nodes then; and how many of the last ones of `stack` were added to the leaf, one after the other.
     """
-    nodes, node, merged = list(stack), Node(leaf), 0
+    nodes, node, merged = list(stack), TreeNode(leaf), 0
     while node.width < depth_width(virtual_ranks):
         if node.first % (2 * node.width):
-            left = Node(node.first - node.width, node.width)
+            left = TreeNode(node.first - node.width, node.width)
             if not nodes or nodes[-1] != left:
                 break
             nodes.pop()
             merged += 1
-            node = Node(left.first, 2 * node.width)
+            node = TreeNode(left.first, 2 * node.width)
         elif node.first + node.width >= virtual_ranks:
             # There is no right child.
-            node = Node(node.first, 2 * node.width)
+            node = TreeNode(node.first, 2 * node.width)
         else:
             break
     return [*nodes, node], merged
 
 
-def nodes_of(block: range, virtual_ranks: int) -> list[Node]:
+def nodes_of(block: range, virtual_ranks: int) -> list[TreeNode]:
     """Return the nodes that are left when all of a block has been added: at most 2 log2(V)."""
-    stack: list[Node] = []
+    stack: list[TreeNode] = []
     for leaf in block:
         stack, _ = pushed(stack, leaf, virtual_ranks)
     return stack
 
 
-def total(values: Mapping[Node, T], virtual_ranks: int, add: Callable[[T, T], T]) -> T:
+def total(values: Mapping[TreeNode, T], virtual_ranks: int, add: Callable[[T, T], T]) -> T:
     """Return the value of the root.
 
     Args:
@@ -81,12 +81,12 @@ def total(values: Mapping[Node, T], virtual_ranks: int, add: Callable[[T, T], T]
         add: Adds the values of two children.
     """
 
-    def value(node: Node) -> T:
+    def value(node: TreeNode) -> T:
         if node in values:
             return values[node]
         half = node.width // 2
-        left = value(Node(node.first, half))
+        left = value(TreeNode(node.first, half))
         middle = node.first + half
-        return add(left, value(Node(middle, half))) if middle < virtual_ranks else left
+        return add(left, value(TreeNode(middle, half))) if middle < virtual_ranks else left
 
-    return value(Node(0, depth_width(virtual_ranks)))
+    return value(TreeNode(0, depth_width(virtual_ranks)))

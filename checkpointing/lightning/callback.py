@@ -19,7 +19,7 @@ from checkpointing.errors import CheckpointError, Preempted
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
 from checkpointing.lightning.data import FollowedLoaders
-from checkpointing.lightning.loop_state import LoopState
+from checkpointing.lightning.loop_state import LightningLoopState
 from checkpointing.lightning.restoring import put_restoring_back, replace_restoring, warn_of_draws
 from checkpointing.manager import stop_signal
 from checkpointing.manager.manager import CheckpointManager
@@ -87,7 +87,7 @@ class ResilientCheckpoint(Checkpoint):
             **retention,
         }
         self._manager: CheckpointManager | None = None
-        self._loop: LoopState
+        self._loop: LightningLoopState
         self._loaders: FollowedLoaders
         # The checkpoint that training resumes from, until its first batch is drawn.
         self._pending: LoadedCheckpoint | None = None
@@ -117,7 +117,7 @@ class ResilientCheckpoint(Checkpoint):
         rank_settings().virtual_ranks_of(None)
         location = self._location or f"{trainer.default_root_dir}/checkpoints"
         manager = self._manager = CheckpointManager(location, **self._options)
-        self._loop = LoopState(trainer, self)
+        self._loop = LightningLoopState(trainer, self)
         optimizer, *others = trainer.optimizers or [None]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         manager.track(

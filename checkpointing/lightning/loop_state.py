@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from checkpointing.lightning.logged_values import logged_values, restore_logged_values
 
 
-class LoopState:
+class LightningLoopState:
     """Progress of the loops, values logged so far, metrics, callbacks and the data module.
 
     It belongs to the moment between two batches: after all that follows a step, before the next one begins.

@@ -16,7 +16,7 @@ import torch
 from checkpointing.agent.events import SlowRanks
 from checkpointing.files.sharding import has_sharded
 from checkpointing.process import device
-from checkpointing.process.device import Mark
+from checkpointing.process.device import DeviceMark
 from checkpointing.process.ranks import Ranks
 
 WINDOW_STEPS = 50
@@ -53,10 +53,10 @@ class ForwardTimer:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._device = device.of(model.parameters())
-        self._began: tuple[Mark, float] | None = None
+        self._began: tuple[DeviceMark, float] | None = None
         # By step: its passes' marks, or their seconds where the host computes them.
-        self._steps: list[list[tuple[Mark, Mark] | float]] = []
-        self._passes: list[tuple[Mark, Mark] | float] = []
+        self._steps: list[list[tuple[DeviceMark, DeviceMark] | float]] = []
+        self._passes: list[tuple[DeviceMark, DeviceMark] | float] = []
         self._hooks = [
             model.register_forward_pre_hook(self._before),
             model.register_forward_hook(self._after),
@@ -100,7 +100,7 @@ class ForwardTimer:
             self._passes.append(time.perf_counter() - began)
 
 
-def _total(passes: Sequence[tuple[Mark, Mark] | float]) -> float:
+def _total(passes: Sequence[tuple[DeviceMark, DeviceMark] | float]) -> float:
     """Return the seconds of one step's passes; 0 if one of them is unknown."""
     seconds = [one if isinstance(one, float) else one[1].seconds_since(one[0]) for one in passes]
     return sum(value for value in seconds if value is not None) if None not in seconds else 0.0

@@ -27,7 +27,7 @@ CHUNK_BYTES = 256 * 1024 * 1024
 _QUERY_EVERY_S = 0.0005
 
 
-class Mark(Protocol):
+class DeviceMark(Protocol):
     """A point in the work that was enqueued on a device."""
 
     @property
@@ -50,13 +50,13 @@ class Device(Protocol):
 
     is_asynchronous: bool
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Return a mark behind what is enqueued on the current streams of this thread."""
 
-    def hold(self, mark: Mark) -> None:
+    def hold(self, mark: DeviceMark) -> None:
         """Have the current streams of this thread wait for a mark; the host does not wait."""
 
-    def on_own_streams(self, mark: Mark) -> contextlib.AbstractContextManager[None]:
+    def on_own_streams(self, mark: DeviceMark) -> contextlib.AbstractContextManager[None]:
         """Return a context whose work runs on streams of its own, behind a mark."""
 
     def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
@@ -78,19 +78,19 @@ class _Past:
         return None
 
 
-class Host:
+class HostDevice:
     """The CPU's memory, which is copied at once."""
 
     is_asynchronous = False
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Return a mark that is passed."""
         return _Past()
 
-    def hold(self, mark: Mark) -> None:
+    def hold(self, mark: DeviceMark) -> None:
         """Return at once: the host's own work is in order."""
 
-    def on_own_streams(self, mark: Mark) -> contextlib.AbstractContextManager[None]:
+    def on_own_streams(self, mark: DeviceMark) -> contextlib.AbstractContextManager[None]:
         """Return a context that changes nothing."""
         return contextlib.nullcontext()
 
@@ -146,7 +146,7 @@ class Accelerator:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
         self._streams: list[Any] = []
-        self._host = Host()
+        self._host = HostDevice()
 
     def mark(self) -> _Events:
         """Return an event on each accelerator's current stream."""
@@ -157,13 +157,13 @@ class Accelerator:
             events.append(event)
         return _Events(events)
 
-    def hold(self, mark: Mark) -> None:
+    def hold(self, mark: DeviceMark) -> None:
         """Have the current streams wait for a mark."""
         assert isinstance(mark, _Events)
         mark.hold(self._devices)
 
     @contextlib.contextmanager
-    def on_own_streams(self, mark: Mark) -> Iterator[None]:
+    def on_own_streams(self, mark: DeviceMark) -> Iterator[None]:
         """Run the body on streams of its own, behind a mark."""
         if not self._streams:
             self._streams = [torch.Stream(device=device) for device in self._devices]
@@ -210,7 +210,7 @@ def _cut(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
 def of(tensors: Iterable[torch.Tensor]) -> Device:
     """Return the accelerators that hold these tensors, or the host where none is on one."""
     found = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
-    return _accelerator(tuple(found)) if found else Host()
+    return _accelerator(tuple(found)) if found else HostDevice()
 
 
 @functools.cache
@@ -350,7 +350,7 @@ class Later:
     """
 
     def __init__(self, value: torch.Tensor | float) -> None:
-        self._mark: Mark | None = None
+        self._mark: DeviceMark | None = None
         self._value: torch.Tensor | float
         if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
             self._value = float(value)

@@ -25,7 +25,9 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpointing.process import device as devices
-from checkpointing.process.device import Device, Mark
+from checkpointing.process.device import Device, DeviceMark
+
+_Wait = tuple[DeviceMark, DeviceMark]
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Copy:
     """
 
     work: Callable[[Copy], None]
-    device: Device = field(default_factory=devices.Host)
+    device: Device = field(default_factory=devices.HostDevice)
     error: BaseException | None = None
     copied_s: float = 0.0
     blocked_s: float = 0.0
@@ -64,13 +66,13 @@ class Copy:
     at_barrier: Callable[[], None] = lambda: None
     _count: Callable[[], int] = int
     _counting: threading.Lock = field(default_factory=threading.Lock)
-    _ready: Mark | None = None
-    _began: Mark | None = None
-    _volatile_mark: Mark | None = None
-    _mark: Mark | None = None
+    _ready: DeviceMark | None = None
+    _began: DeviceMark | None = None
+    _volatile_mark: DeviceMark | None = None
+    _mark: DeviceMark | None = None
     _copied: bool = False
     # Marks before and after what the device waited for: at the beginning of a step, and at the barrier.
-    _waits: tuple[list[tuple[Mark, Mark]], list[tuple[Mark, Mark]]] = field(default_factory=lambda: ([], []))
+    _waits: tuple[list[_Wait], list[_Wait]] = field(default_factory=lambda: ([], []))
 
     def begin(self) -> None:
         """Record, in the training thread, that what is enqueued by now comes first."""
@@ -133,7 +135,7 @@ class Copy:
         self.enqueued.wait()
         self._have_device_wait(self._mark, at_barrier=at_barrier)
 
-    def _have_device_wait(self, mark: Mark | None, *, at_barrier: bool = False) -> None:
+    def _have_device_wait(self, mark: DeviceMark | None, *, at_barrier: bool = False) -> None:
         if mark is not None:
             before = self.device.mark()
             self.device.hold(mark)
@@ -195,7 +197,7 @@ class CopyThread:
     ) -> Copy:
         """Start a copy; the previous one must be settled. For `at_barrier` see `Copy`."""
         assert self._copy is None or self._copy.finished.is_set()
-        copy = self._copy = Copy(work, device or devices.Host(), at_barrier=at_barrier)
+        copy = self._copy = Copy(work, device or devices.HostDevice(), at_barrier=at_barrier)
         copy.begin()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpoint-copy", daemon=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from checkpointing.agent.client import AgentClient
-from checkpointing.agent.events import CommitFailed, Committed
+from checkpointing.agent.events import CommitFailedEvent, Committed
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError
@@ -44,7 +44,7 @@ class DirectCommit:
         self.error, nbytes = self._write(request, images, device)
         step, tier = request.step, self._tiers.name(self._tiers.first)
         if self.error is not None:
-            self._client.announce(CommitFailed(step=step, tier=tier, error=self.error))
+            self._client.announce(CommitFailedEvent(step=step, tier=tier, error=self.error))
             return
         self.step = step
         duration = round(time.monotonic() - began, 4)

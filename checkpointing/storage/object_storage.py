@@ -40,7 +40,7 @@ _FENCE_LOOKS = 10
 
 
 @dataclass(frozen=True)
-class RemoteFile:
+class ObjectFile:
     """A file of a checkpoint, read by ranges."""
 
     store: ObjectStore
@@ -309,10 +309,10 @@ class ObjectStorage(Storage):
         """Return None: nothing is on this machine."""
         return None
 
-    def file(self, manifest: Manifest, name: str) -> RemoteFile:
+    def file(self, manifest: Manifest, name: str) -> ObjectFile:
         """Return the object of a file."""
         size = next(file.size for file in manifest.files if file.name == name)
-        return RemoteFile(self.store, f"{manifest.folder}/{name}", size)
+        return ObjectFile(self.store, f"{manifest.folder}/{name}", size)
 
     def remove(self, step: int) -> None:
         """Delete the manifest, then what it named."""

@@ -28,7 +28,7 @@ from checkpointing.manager.manager import CheckpointManager, micro_batch_divisor
 from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.transformers.deepspeed import check_deepspeed
 from checkpointing.transformers.exact import AUTO
-from checkpointing.transformers.options import Options
+from checkpointing.transformers.options import ResilientOptions
 from checkpointing.transformers.trainer import ResilientMixin
 
 __all__ = ["resilient", "load_best"]
@@ -169,7 +169,7 @@ def resilient(
     trainer.__class__ = type(f"Resilient{cls.__name__}", (ResilientMixin, cls), {})
     trainer._become_resilient(
         make_manager,
-        Options(
+        ResilientOptions(
             states=dict(states or {}),
             divisor=1 if virtual_ranks else micro_batch_divisor(),
             virtual_ranks=_virtual_ranks(rank_settings().virtual_ranks_of(virtual_ranks)),
@@ -185,7 +185,7 @@ def resilient(
 
 
 def _virtual_ranks(count: int | Auto | None) -> int:
-    """Return the number of virtual ranks, as `Options` has it.
+    """Return the number of virtual ranks, as `ResilientOptions` has it.
 
     Raises:
         ValueError: It is none.

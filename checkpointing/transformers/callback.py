@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.transformers.commit_notices import CommitNotices
-from checkpointing.transformers.options import Options
+from checkpointing.transformers.options import ResilientOptions
 from checkpointing.transformers.train_call import TrainCall
 
 
@@ -21,7 +21,7 @@ class ResilientTrainer(Protocol):
     _manager: CheckpointManager
     _session: TrainCall
     _notices: CommitNotices
-    _options: Options
+    _options: ResilientOptions
 
     def _on_train_begin(self) -> None: ...
 

@@ -14,14 +14,14 @@ import transformers.trainer
 
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.data.dealing import Dealing
-from checkpointing.data.layout import StepLayout
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
 from checkpointing.errors import CheckpointError
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
 from checkpointing.transformers.data_ranks import DataRanks
-from checkpointing.transformers.job import check_same_job, check_samples_per_step, fit_layout
 from checkpointing.transformers.loop_state import JobRecord
+from checkpointing.transformers.same_job import check_same_job, check_samples_per_step, fit_layout
 from checkpointing.transformers.uneven import without_labels
 
 logger = logging.getLogger("checkpointing")

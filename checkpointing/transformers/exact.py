@@ -14,7 +14,7 @@ from checkpointing.data.dealing import Dealing, block_of
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.self_test import SelfTest, gathered
-from checkpointing.exact.tree import Node, total
+from checkpointing.exact.tree import TreeNode, total
 from checkpointing.transformers.data_ranks import DataRanks, tensor_parallel_size
 from checkpointing.transformers.exact_figures import (
     EvaluationFigures,
@@ -26,8 +26,8 @@ from checkpointing.transformers.exact_figures import (
     own,
 )
 from checkpointing.transformers.further_states import generates_ahead
-from checkpointing.transformers.options import Options
-from checkpointing.transformers.start import Start
+from checkpointing.transformers.options import ResilientOptions
+from checkpointing.transformers.starting_point import Start
 from checkpointing.transformers.train_call import TrainCall
 
 # As many virtual ranks as there were ranks when the run began.
@@ -151,10 +151,10 @@ class ExactSteps:
             padded = torch.nn.functional.pad(mine, (0, dealing.largest - len(mine)))
             everyone = [torch.empty_like(padded) for _ in range(dealing.world_size)]
             dist.all_gather(everyone, padded)
-        leaves: dict[Node, torch.Tensor] = {}
+        leaves: dict[TreeNode, torch.Tensor] = {}
         for rank, losses in enumerate(everyone):
             block = block_of(rank, dealing.world_size, dealing.virtual_ranks)
-            leaves |= {Node(virtual_rank): losses[place] for place, virtual_rank in enumerate(block)}
+            leaves |= {TreeNode(virtual_rank): losses[place] for place, virtual_rank in enumerate(block)}
         return total(leaves, dealing.virtual_ranks, torch.add) / dealing.virtual_ranks
 
 
@@ -163,7 +163,7 @@ class ExactMixin:
 
     _exact: ExactSteps | None = None
     _evaluation: EvaluationFigures | None = None
-    _options: Options
+    _options: ResilientOptions
 
     def _begin_exact(self, session: TrainCall, start: Start) -> None:
         """Set up the virtual ranks of a training that is about to begin, or to continue.

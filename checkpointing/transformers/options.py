@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of `resilient` that training needs.
+class ResilientOptions:
+    """ResilientOptions of `resilient` that training needs.
 
     Attributes:
         states: Further objects that are saved, by name.

@@ -21,7 +21,7 @@ from checkpointing.transformers.coverage import changed, uncovered
 from checkpointing.transformers.deepspeed import set_batch_shape, tracked_model
 from checkpointing.transformers.further_states import further_states
 from checkpointing.transformers.loop_state import JobRecord, LoopState
-from checkpointing.transformers.options import Options
+from checkpointing.transformers.options import ResilientOptions
 from checkpointing.transformers.outside_steps import outside_steps
 from checkpointing.transformers.overrides import Staging, added_files, overrides_saving
 from checkpointing.transformers.peft import RunningStatistics
@@ -48,7 +48,7 @@ class SavingMixin(_Base):
 
     _manager: CheckpointManager
     _session: TrainCall
-    _options: Options
+    _options: ResilientOptions
     _adapter: Adapter | None
     _notices: CommitNotices
     _staging: Staging

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpointing.data.layout import StepLayout
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.data import TrainingData
@@ -14,8 +14,8 @@ from checkpointing.transformers.data_ranks import DataRanks
 from checkpointing.transformers.evaluation import InterruptibleEvaluation
 from checkpointing.transformers.guards import SkippedLoss, StepGuard
 from checkpointing.transformers.loop_state import LoopFigures
-from checkpointing.transformers.options import Options
-from checkpointing.transformers.start import Start
+from checkpointing.transformers.options import ResilientOptions
+from checkpointing.transformers.starting_point import Start
 from checkpointing.transformers.throughput import Throughput
 from checkpointing.transformers.uneven import can_be_uneven
 
@@ -59,7 +59,7 @@ class TrainCall:
         cls,
         trainer: Any,
         manager: CheckpointManager,
-        options: Options,
+        options: ResilientOptions,
         layout: StepLayout,
         beginning: Mapping[str, Any] | None,
     ) -> TrainCall:

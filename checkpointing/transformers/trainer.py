@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.data.layout import StepLayout
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.data.stream_source import beginning_of, is_seekable
 from checkpointing.errors import CheckpointError, CommitFailed
 from checkpointing.host.environment import rank_settings
@@ -25,14 +25,14 @@ from checkpointing.transformers.deepspeed import advance_schedule, skips_bad_ste
 from checkpointing.transformers.evaluation import EvaluationCutShort
 from checkpointing.transformers.exact import ExactMixin
 from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead
-from checkpointing.transformers.job import cut_micro_batches, job_of
 from checkpointing.transformers.loop_state import LoopState
-from checkpointing.transformers.options import Options
+from checkpointing.transformers.options import ResilientOptions
 from checkpointing.transformers.outside_steps import watch_callbacks
 from checkpointing.transformers.overrides import Staging
 from checkpointing.transformers.peft import adapter_of
+from checkpointing.transformers.same_job import cut_micro_batches, job_of
 from checkpointing.transformers.saving import SavingMixin
-from checkpointing.transformers.start import Start, choose_start
+from checkpointing.transformers.starting_point import Start, choose_start
 from checkpointing.transformers.trackers import continue_trackers
 from checkpointing.transformers.train_call import TrainCall
 
@@ -48,7 +48,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
     _beginning: dict[str, Any] | None
     _skipped: SkippedSteps
 
-    def _become_resilient(self, make_manager: Callable[[], CheckpointManager], options: Options) -> None:
+    def _become_resilient(self, make_manager: Callable[[], CheckpointManager], options: ResilientOptions) -> None:
         """Set up what the overrides need, once `resilient` has put them in front of the trainer's class."""
         args = self.args
         layout = StepLayout(DataRanks.of(self).planned, args.train_batch_size, args.gradient_accumulation_steps)

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from checkpointing.agent.events import Committed, Log
 from checkpointing.commit.tiers import Tiers
-from runner.chaos.clock import Clock
+from runner.chaos.clock_jumps import Clock
 from runner.chaos.network import Network, address_of, inside
 from runner.chaos.run_under_test import POLL_S, RunUnderTest, runner_command
 from runner.errors import ExitCode

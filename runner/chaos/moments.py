@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from runner.chaos import progress
+from runner.chaos import run_progress
 from runner.chaos.recovery import RECOVERY_LIMIT_S, RecoveryWatch, RunOver
 from runner.chaos.scene import JobPace, Moment, Scene
 from runner.journal.events import RankStarted
@@ -36,14 +36,14 @@ class MomentWaiter:
             case Moment.RESTORE:
                 delay_s = 1.5
             case Moment.STEP:
-                run.wait(lambda: progress.latest_step(run.entries) > 0 or None, RECOVERY_LIMIT_S)
-                left = max(self._pace.steps - progress.latest_step(run.entries), 1) * self._pace.step_s
+                run.wait(lambda: run_progress.latest_step(run.entries) > 0 or None, RECOVERY_LIMIT_S)
+                left = max(self._pace.steps - run_progress.latest_step(run.entries), 1) * self._pace.step_s
                 delay_s = min(2.0, left / 4)
             case Moment.SAVE:
-                number = progress.num_saves_begun(run.entries)
-                run.wait(lambda: progress.num_saves_begun(run.entries) > number or None, RECOVERY_LIMIT_S)
+                number = run_progress.num_saves_begun(run.entries)
+                run.wait(lambda: run_progress.num_saves_begun(run.entries) > number or None, RECOVERY_LIMIT_S)
                 delay_s = 0.2
-        if moment in (Moment.START_UP, Moment.RESTORE) and progress.latest_step(run.entries) > 0:
+        if moment in (Moment.START_UP, Moment.RESTORE) and run_progress.latest_step(run.entries) > 0:
             self._provoke(moment)
         time.sleep(self._scene.random.uniform(0, delay_s))
         run.refresh()
@@ -53,11 +53,11 @@ class MomentWaiter:
     def _provoke(self, moment: Moment) -> None:
         """Kill a rank so that another attempt starts; the restart is expected, but it is no fault of its own."""
         run = self._scene.run
-        attempt = progress.latest_attempt(run.entries)
+        attempt = run_progress.latest_attempt(run.entries)
         ranks = self._scene.ranks()
         if not ranks:
             return
-        restarts = progress.num_restarts(run.entries)
+        restarts = run_progress.num_restarts(run.entries)
         self._scene.random.choice(ranks).kill()
         self._recovery.expected.min_restarts += 1
         self._recovery.expected.max_restarts += 1

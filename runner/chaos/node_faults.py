@@ -10,7 +10,7 @@ from random import Random
 
 import psutil
 
-from runner.chaos.clock import Clock
+from runner.chaos.clock_jumps import Clock
 from runner.chaos.cluster import Cluster, ClusterNode
 from runner.chaos.network import Network
 from runner.chaos.scene import NotApplicable

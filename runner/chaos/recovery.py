@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Callable, Sequence
 
 from checkpointing.errors import CheckpointError
-from runner.chaos import invariants, progress
-from runner.chaos.progress import Expected
+from runner.chaos import invariants, run_progress
 from runner.chaos.result import Injection
+from runner.chaos.run_progress import Expected
 from runner.chaos.run_under_test import SETTLE_S
 from runner.chaos.scene import JobPace, Moment, Scene
 from runner.errors import ExitCode
@@ -48,12 +48,12 @@ class RecoveryWatch:
             False if the run continues without them.
         """
         run = self._scene.run
-        if run.wait(lambda: progress.num_restarts(run.entries) >= wanted or None, RECOVERY_LIMIT_S):
+        if run.wait(lambda: run_progress.num_restarts(run.entries) >= wanted or None, RECOVERY_LIMIT_S):
             return True
         code = run.process.poll()
         if code == ExitCode.DONE:
             # The fault hit a process whose work was committed already: its death then costs no restart.
-            self.expected.min_restarts -= wanted - progress.num_restarts(run.entries)
+            self.expected.min_restarts -= wanted - run_progress.num_restarts(run.entries)
         return code is not None
 
     def restart(self, injection: Injection, moment: Moment) -> None:
@@ -84,7 +84,7 @@ class RecoveryWatch:
                 shutil.rmtree(path, ignore_errors=True)
         injection.violations += invariants.newest_is_intact(self._scene.tiers, self._scene.damaged)
         # A runner that was ended during start-up may not have written to the journal yet.
-        in_journal = progress.has_session(run.entries, run.process.pid)
+        in_journal = run_progress.has_session(run.entries, run.process.pid)
         self.expected.sessions += in_journal or moment not in (Moment.START_UP, Moment.RESTORE)
         run.start()
         self._report(f"exit code {code}, started again")
@@ -101,7 +101,7 @@ class RecoveryWatch:
             RunOver: The run does not continue.
         """
         run = self._scene.run
-        if run.wait(lambda: progress.has_progressed(run.entries, events, attempt) or None, RECOVERY_LIMIT_S):
+        if run.wait(lambda: run_progress.has_progressed(run.entries, events, attempt) or None, RECOVERY_LIMIT_S):
             return
         code = run.process.poll()
         if code == ExitCode.DONE or self._stopped_by_full_disk(code):

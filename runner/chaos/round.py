@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
-from runner.chaos import invariants, progress
-from runner.chaos.clock import Clock
+from runner.chaos import invariants, run_progress
+from runner.chaos.clock_jumps import Clock
 from runner.chaos.draw import FaultDraw
 from runner.chaos.faulty_proxy import FaultyProxy, endpoint_of_environment
 from runner.chaos.locations import Locations
@@ -125,7 +125,7 @@ class Round:
             finished, self.violations = self._recovery.finish(self._pace)
         entries = run.entries
         self.violations += invariants.nothing_acknowledged_is_lost(entries, self._damaged)
-        sessions = progress.num_sessions_in_journal(entries, expected.sessions, run.process.pid)
+        sessions = run_progress.num_sessions_in_journal(entries, expected.sessions, run.process.pid)
         self.violations += invariants.restarts_match(entries, expected.min_restarts, expected.max_restarts, sessions)
         self.violations += invariants.ledger_adds_up(entries)
         self.violations += invariants.nothing_is_left(scene.tiers, run.temporary, self._shared_memory)
@@ -135,7 +135,7 @@ class Round:
     @property
     def is_halved(self) -> bool:
         """Whether a fault made the run halve its micro-batch."""
-        return progress.is_halved(self._scene.run.entries)
+        return run_progress.is_halved(self._scene.run.entries)
 
     def _inject_next(self) -> None:
         # Halving twice would leave too little of a small micro-batch.
@@ -146,11 +146,11 @@ class Round:
         self._moments.wait_for(moment)
         scene, run = self._scene, self._scene.run
         step, attempt, num_entries = (
-            progress.latest_step(run.entries),
-            progress.latest_attempt(run.entries),
+            run_progress.latest_step(run.entries),
+            run_progress.latest_attempt(run.entries),
             len(run.entries),
         )
-        restarts = progress.num_restarts(run.entries)
+        restarts = run_progress.num_restarts(run.entries)
         scene.damaged.clear()
         self._shared_memory |= run.shared_memory()
         try:

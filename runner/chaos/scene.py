@@ -12,7 +12,7 @@ import psutil
 
 from checkpointing.commit.tiers import Tiers
 from checkpointing.host.failpoints import FILE_ENV, ONCE_ENV
-from runner.chaos.clock import Clock
+from runner.chaos.clock_jumps import Clock
 from runner.chaos.faulty_proxy import FaultyProxy, endpoint_of_environment
 from runner.chaos.memory_group import MemoryGroup
 from runner.chaos.run_under_test import RunUnderTest

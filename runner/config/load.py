@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from runner.config import trainer_options
 from runner.config.checks import SourceOf, check_all, check_model
-from runner.config.environment import settings_from_environment
 from runner.config.schema import DEFAULT_CONFIG, Config, MeshConfig
+from runner.config.variables import settings_from_environment
 from runner.errors import UsageError
 
 _INT = "tag:yaml.org,2002:int"

@@ -10,13 +10,13 @@ from runner.config.schema import Config
 from runner.config.topology import shape_of
 from runner.doctor.collectives import check_collectives
 from runner.doctor.findings import Finding, Level, fail, warn
-from runner.doctor.gpus import check_devices, links_between_gpus
-from runner.doctor.locations import check_locations
+from runner.doctor.gpu_checks import check_devices, links_between_gpus
+from runner.doctor.location_checks import check_locations
+from runner.doctor.machine_checks import check_node
 from runner.doctor.mesh import check_mesh
-from runner.doctor.node import check_node
 from runner.doctor.settings import check_settings, has_rdma
 from runner.errors import UsageError
-from runner.plan.memory import Job, estimate
+from runner.plan.memory_need import PlannedJob, estimate
 from runner.plan.model_shape import examine_model
 from runner.system.gpus import find_gpus
 
@@ -44,7 +44,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield from check_devices(nproc, links)
     settings = list(check_settings(config, os.environ, nproc, nnodes, on_gpu=bool(gpus)))
     yield from settings
-    job = Job.of(config, nnodes * nproc, nproc, on_gpu=bool(gpus))
+    job = PlannedJob.of(config, nnodes * nproc, nproc, on_gpu=bool(gpus))
     try:
         model = examine_model(config)
         need = estimate(model, job)

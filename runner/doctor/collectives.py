@@ -51,7 +51,7 @@ def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Findi
             is_host = "true" if launch.node_rank == 0 else "false"
             patience = f"timeout={launch.rendezvous_timeout_s:.0f},join_timeout={launch.rendezvous_timeout_s:.0f}"
             command += ["--rdzv-conf", f"is_host={is_host},{patience}"]
-        command += ["-m", "runner.doctor.ranks", str(answer)]
+        command += ["-m", "runner.doctor.all_reduce", str(answer)]
         # A scheduler may set RANK and the like for the runner; torchrun sets its own for the ranks.
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -66,7 +66,7 @@ def judge(measured: Mapping[str, Any]) -> Iterator[Finding]:
     """Judge what the ranks measured.
 
     Args:
-        measured: The JSON of `runner.doctor.ranks`.
+        measured: The JSON of `runner.doctor.all_reduce`.
     """
     ranks = measured["ranks"]
     wrong = [str(rank["rank"]) for rank in ranks if not rank["right"]]

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from runner.doctor.findings import Finding, ok, warn
-from runner.doctor.gpus import FASTEST_LINK, LINKS
-from runner.plan.memory import Job
+from runner.doctor.gpu_checks import FASTEST_LINK, LINKS
+from runner.plan.memory_need import PlannedJob
 
 # Gathered for the forward pass and for the backward pass; gradients reduced.
 _PASSES = 3
 
 
-def check_mesh(job: Job, num_parameters: int, links: Mapping[str, int], *, has_rdma: bool) -> Iterator[Finding]:
+def check_mesh(job: PlannedJob, num_parameters: int, links: Mapping[str, int], *, has_rdma: bool) -> Iterator[Finding]:
     """Check the links that a sharded model's traffic takes; for models that are not sharded there is nothing to check.
 
     Args:
@@ -60,7 +60,7 @@ def _slowest(links: Mapping[str, int]) -> str | None:
     return max(links, key=list(LINKS.values()).index, default=None)
 
 
-def _check_tensor_parallel(job: Job, links: Mapping[str, int]) -> Finding:
+def _check_tensor_parallel(job: PlannedJob, links: Mapping[str, int]) -> Finding:
     """Ranks that compute a layer together exchange its activations four times per layer and micro-batch."""
     worst = _slowest(links)
     text = f"the {job.tp} ranks of a tensor parallel group wait for each other's activations in every layer"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-from runner.doctor.ranks import all_reduce_is_right
+from runner.doctor.all_reduce import all_reduce_is_right
 from runner.system import processes
 
 # A link that transfers nothing: the back end ends the process then.

@@ -101,7 +101,7 @@ class BestModel(Event, name="best_model"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hang(Event, name="hang"):
+class HangFound(Event, name="hang"):
     """Ranks sent no heartbeat within their deadline.
 
     Attributes:

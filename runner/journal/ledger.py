@@ -41,7 +41,7 @@ CAUSES = [
 
 
 @dataclass
-class Attempt:
+class AttemptAccount:
     """One attempt. Times are seconds since the epoch, None for what it did not reach.
 
     Attributes:
@@ -179,23 +179,25 @@ class Ledger:
         return self.seconds[TRAINING] / self.wall_s if self.wall_s else 0.0
 
 
-def attempts_of(entries: Sequence[Entry]) -> list[Attempt]:
+def attempts_of(entries: Sequence[Entry]) -> list[AttemptAccount]:
     """Return every attempt of a journal, oldest first, with the steps that each one lost."""
-    attempts: list[Attempt] = []
+    attempts: list[AttemptAccount] = []
     for entry in entries:
         if isinstance(entry.event, RunStarted) and attempts and attempts[-1].ended is None:
             attempts[-1].kind, attempts[-1].cause = CUT_OFF, "its runner was killed, or its node was lost"
         elif isinstance(entry.event, AttemptStarted):
             begun = entry.event
             share = begun.nnodes / begun.max_nodes if begun.max_nodes > begun.nnodes > 0 else 1.0
-            attempts.append(Attempt(entry.attempt, entry.time, nodes=begun.nodes, share=share))
+            attempts.append(AttemptAccount(entry.attempt, entry.time, nodes=begun.nodes, share=share))
         elif attempts:
             attempts[-1].take(entry)
     _find_lost(attempts, entries)
     return attempts
 
 
-def account(entries: Sequence[Entry], now: float | None = None, attempts: Sequence[Attempt] | None = None) -> Ledger:
+def account(
+    entries: Sequence[Entry], now: float | None = None, attempts: Sequence[AttemptAccount] | None = None
+) -> Ledger:
     """Attribute every second of a run to one cause.
 
     Args:
@@ -214,7 +216,7 @@ def account(entries: Sequence[Entry], now: float | None = None, attempts: Sequen
         if index + 1 == len(sessions) and now is not None and not isinstance(session[-1].event, RunEnded):
             end = max(end, now)
         book.spend(NOT_RUNNING, begin, 0)
-        before: Attempt | None = None
+        before: AttemptAccount | None = None
         for attempt in attempts:
             if not begin <= attempt.began <= end:
                 continue
@@ -273,7 +275,7 @@ class _Book:
             own[cause] += rest
 
 
-def _between(book: _Book, before: Attempt | None, until: float) -> None:
+def _between(book: _Book, before: AttemptAccount | None, until: float) -> None:
     """Account for the time from an attempt's end, or a session's begin, to the next attempt or the session's end."""
     if before is None:
         book.spend("start-up", until, 0)
@@ -283,7 +285,7 @@ def _between(book: _Book, before: Attempt | None, until: float) -> None:
     book.spend("backoff", until, before.number)
 
 
-def _account_attempt(book: _Book, attempt: Attempt, end: float) -> None:
+def _account_attempt(book: _Book, attempt: AttemptAccount, end: float) -> None:
     number = attempt.number
     stop = min(attempt.ended if attempt.ended is not None else end, end)
     book.spend("launch", min(attempt.ranks_began or attempt.training_began or stop, stop), number)
@@ -311,7 +313,7 @@ def _account_attempt(book: _Book, attempt: Attempt, end: float) -> None:
     book.spend("teardown", stop, number)
 
 
-def _find_lost(attempts: Sequence[Attempt], entries: Sequence[Entry]) -> None:
+def _find_lost(attempts: Sequence[AttemptAccount], entries: Sequence[Entry]) -> None:
     """Set the steps of each attempt that the next one which trained had to compute again, or will have to."""
     run_ended = bool(entries) and isinstance(entries[-1].event, RunEnded)
     committed = max((entry.event.step for entry in entries if isinstance(entry.event, Committed)), default=0)
@@ -350,7 +352,7 @@ class NodeChange:
     lost_steps: int
 
 
-def node_changes(attempts: Sequence[Attempt]) -> list[NodeChange]:
+def node_changes(attempts: Sequence[AttemptAccount]) -> list[NodeChange]:
     """Return what each change of the nodes has cost; attempts without a step are passed over.
 
     Args:
@@ -370,6 +372,6 @@ def node_changes(attempts: Sequence[Attempt]) -> list[NodeChange]:
     return changes
 
 
-def restarts_by_kind(attempts: Sequence[Attempt]) -> Counter[str]:
+def restarts_by_kind(attempts: Sequence[AttemptAccount]) -> Counter[str]:
     """Count the failed attempts by their kind."""
     return Counter(attempt.kind for attempt in attempts if attempt.failed)

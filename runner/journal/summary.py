@@ -11,7 +11,7 @@ from typing import Any
 
 from checkpointing.agent.events import (
     CheckpointQuarantined,
-    CommitFailed,
+    CommitFailedEvent,
     Committed,
     Log,
     Pruned,
@@ -33,7 +33,7 @@ from runner.journal.events import (
     StopRequested,
     WaitingForNodes,
 )
-from runner.journal.ledger import LOST, Attempt, NodeChange, account, attempts_of, node_changes
+from runner.journal.ledger import LOST, AttemptAccount, NodeChange, account, attempts_of, node_changes
 from runner.recovery.kinds import is_failure
 
 _RECENT_LOGS = 20
@@ -125,7 +125,7 @@ class RunSummary:
     first_loss: float | None = None
     last_loss: float | None = None
     tokens_per_s: float | None = None
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[AttemptAccount] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     max_nodes: int = 0
     leader: int | None = None
@@ -230,7 +230,7 @@ def _fold(run: RunSummary, entry: Entry) -> None:
                 run.committed.append(step)
             if step >= run.newest_by_tier.get(tier, -1):
                 run.newest_by_tier[tier], run.newest_at_by_tier[tier] = step, entry.time
-        case CommitFailed(error=error):
+        case CommitFailedEvent(error=error):
             run.failed_commits += 1
             run.last_failed_commit = error
         case SnapshotSkipped():

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from checkpointing.agent.events import (
     BatchShape,
     CheckpointQuarantined,
-    CommitFailed,
+    CommitFailedEvent,
     Committed,
     Event,
-    Fenced,
+    FencedEvent,
     Fetched,
     FetchFailed,
     Log,
@@ -116,7 +116,7 @@ class AgentEvents:
 
     def _act_on(self, event: Event) -> None:
         say = self._display.message
-        if isinstance(event, Committed | CommitFailed | Fetched | FetchFailed):
+        if isinstance(event, Committed | CommitFailedEvent | Fetched | FetchFailed):
             self._display.state.transfer = ""
         match event:
             case Committed():
@@ -126,7 +126,7 @@ class AgentEvents:
                 self._display.state.committed_step = event.step
             case StageEntered(number=number, stage=stage):
                 say(f"stage {number} of the script begins: its checkpoints are in {stage}")
-            case CommitFailed(step=step, tier=tier, error=error):
+            case CommitFailedEvent(step=step, tier=tier, error=error):
                 count, _ = self._failed_saves.get(tier, (0, ""))
                 self._failed_saves[tier] = (count + 1, error)
                 say(f"checkpoint of step {step} failed: {error}")
@@ -141,7 +141,7 @@ class AgentEvents:
                 say(f"read checkpoint-{step} into memory: {nbytes / 1e6:,.1f} MB in {seconds:.1f} s")
             case Resumed():
                 self._show_resumption(event)
-            case Fenced(reason=reason):
+            case FencedEvent(reason=reason):
                 self.fenced = reason
             case MemoryShort(reason=reason):
                 say(f"memory for snapshots is short: {reason}")

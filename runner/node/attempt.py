@@ -23,7 +23,7 @@ from runner.node.rank_reports import RankReports
 from runner.ranks.output import OutputRelay
 from runner.ranks.stacks import dump_stacks
 from runner.ranks.watch import RankWatch
-from runner.ranks.watchdog import Limits, Watchdog
+from runner.ranks.watchdog import HangLimits, Watchdog
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.system.event_loop import EventLoop, StopRequest
@@ -124,7 +124,7 @@ class Attempt:
             read_rank_messages=read_rank_messages,
         )
         self.hangs = HangCheck(
-            Watchdog(Limits.of(config.restart), watch_start=job.script is None, now=now),
+            Watchdog(HangLimits.of(config.restart), watch_start=job.script is None, now=now),
             ranks=self.ranks,
             helpers=helpers,
             display=display,

@@ -99,7 +99,7 @@ class HangCheck:
         names = f"rank {', '.join(map(str, hung))}" if hung else "the ranks"
         self._display.message(f"{names}: {hang.reason}; writing the stacks of all ranks")
         files = self._write_stacks()
-        self._record(events.Hang(ranks=hung, reason=hang.reason, stacks=[str(file) for file in files]))
+        self._record(events.HangFound(ranks=hung, reason=hang.reason, stacks=[str(file) for file in files]))
         where = f"; stacks: {files[0].parent}/stacks-*.txt" if files else ""
         return Failure(FailureKind.HUNG, f"{names} hung: {hang.reason}{where}", hung[0] if hung else None)
 

@@ -52,7 +52,7 @@ class RankReports:
                     self._loop.register(pidfd, self._on_death)
             case rank_messages.Done(rank=rank):
                 self._ranks.done.add(rank)
-            case rank_messages.Preempted(rank=rank):
+            case rank_messages.PreemptedRank(rank=rank):
                 self._ranks.preempted.add(rank)
             case rank_messages.Failed(rank=rank):
                 self._ranks.errors[rank] = (message.error, message.frame, message.transient)

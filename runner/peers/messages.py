@@ -132,7 +132,7 @@ class Busy(PeerMessage):
     busy: bool
 
 
-class Stop(PeerMessage):
+class StopRun(PeerMessage):
     """The run was asked to stop.
 
     Attributes:
@@ -199,8 +199,8 @@ class Finish(PeerMessage):
     reason: Text = "as the leader has ended"
 
 
-ToLeader = Hello | Ready | Ended | Forwarded | Busy | Stop | Ping
-ToMember = Welcome | Begin | End | Finish | Busy | Stop | Ping
+ToLeader = Hello | Ready | Ended | Forwarded | Busy | StopRun | Ping
+ToMember = Welcome | Begin | End | Finish | Busy | StopRun | Ping
 
 _TO_LEADER: TypeAdapter[Any] = TypeAdapter(Annotated[ToLeader, Field(discriminator="do")])
 _TO_MEMBER: TypeAdapter[Any] = TypeAdapter(Annotated[ToMember, Field(discriminator="do")])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from checkpointing.snapshot.cadence import best_interval_s
 from runner.journal.ledger import NOT_RUNNING
-from runner.plan.memory import Job, Need, estimate
+from runner.plan.memory_need import Need, PlannedJob, estimate
 from runner.plan.model_shape import ModelShape
 from runner.plan.simulate.engine import Forecast, forecast
 from runner.plan.simulate.scenario import HOUR_S, Scenario
@@ -32,7 +32,7 @@ class Option:
     """
 
     name: str
-    job: Job
+    job: PlannedJob
     need: Need
     obstacle: str = ""
 
@@ -63,7 +63,7 @@ class Saving:
     commit_interval_s: float
 
 
-def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
+def options(model: ModelShape, job: PlannedJob, memory_bytes: int) -> list[Option]:
     """Evaluate the strategies that the runner supports, simplest first.
 
     Args:
@@ -107,7 +107,7 @@ def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
     return found
 
 
-def choose(found: Sequence[Option], wanted: Job) -> tuple[Option | None, str]:
+def choose(found: Sequence[Option], wanted: PlannedJob) -> tuple[Option | None, str]:
     """Choose the configured strategy if it fits, else the simplest that does.
 
     Args:

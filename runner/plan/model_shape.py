@@ -28,7 +28,6 @@ class ModelShape:
         hidden: Width of the hidden state.
         intermediate: Width of the MLP.
         heads: Number of attention heads.
-        kv_heads: Number of key and value heads.
         vocab: Size of the vocabulary.
         adapter: Elements that LoRA trains.
         adapter_tensors: Number of tensors that LoRA trains.
@@ -43,7 +42,6 @@ class ModelShape:
     hidden: int
     intermediate: int
     heads: int
-    kv_heads: int
     vocab: int
     adapter: int
     adapter_tensors: int
@@ -62,7 +60,7 @@ def examine_model(config: Config) -> ModelShape:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(config.to_yaml())
-        command = [sys.executable, "-m", "runner.training.model_shape", str(file)]
+        command = [sys.executable, "-m", "runner.training.measure_model", str(file)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:

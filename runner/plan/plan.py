@@ -18,7 +18,7 @@ from runner.config.schema import Config
 from runner.config.topology import shape_of
 from runner.errors import UsageError
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
-from runner.plan.memory import Job
+from runner.plan.memory_need import PlannedJob
 from runner.plan.model_shape import ModelShape, examine_model
 from runner.plan.simulate.engine import Forecast
 from runner.plan.simulate.scenario import GPU_MTTF_S, HOUR_S, Scenario
@@ -143,7 +143,7 @@ def make_plan(
     else:
         memory = available_bytes() // nproc
     model = examine(config)
-    job = Job.of(config, nnodes * nproc, nproc, on_gpu=on_gpu)
+    job = PlannedJob.of(config, nnodes * nproc, nproc, on_gpu=on_gpu)
     ways = options(model, job, memory)
     chosen, why = choose(ways, job)
     mttf_s = (given.mttf_hours or 0.0) * HOUR_S

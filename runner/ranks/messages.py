@@ -51,7 +51,7 @@ class Done(_Message):
     rank: Count
 
 
-class Preempted(_Message):
+class PreemptedRank(_Message):
     """A rank will exit because of a stop request, with everything saved."""
 
     event: Literal["rank_preempted"]
@@ -93,7 +93,7 @@ class BestModelWritten(_Message):
     step: Count
 
 
-RankMessage = Started | Done | Preempted | Failed | StopSignal | BestModelWritten
+RankMessage = Started | Done | PreemptedRank | Failed | StopSignal | BestModelWritten
 _ANY: TypeAdapter[Any] = TypeAdapter(Annotated[RankMessage, Field(discriminator="event")])
 
 

@@ -32,7 +32,7 @@ _DOING = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """Seconds without a heartbeat after which a rank hangs.
 
     Attributes:
@@ -46,7 +46,7 @@ class Limits:
     quiet_s: float
 
     @classmethod
-    def of(cls, restart: RestartConfig) -> Limits:
+    def of(cls, restart: RestartConfig) -> HangLimits:
         """Return the limits of a configuration.
 
         Args:
@@ -85,7 +85,7 @@ class Watchdog:
         p99_s: 99th percentile of the step times seen.
     """
 
-    def __init__(self, limits: Limits, *, watch_start: bool, now: float) -> None:
+    def __init__(self, limits: HangLimits, *, watch_start: bool, now: float) -> None:
         """Begin to watch.
 
         Args:

@@ -31,7 +31,7 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True)
-class BatchShape:
+class BatchDivision:
     """How one rank's share of a global batch is divided.
 
     Attributes:
@@ -48,7 +48,7 @@ class BatchShape:
     samples: int | None = None
     model_ranks: int = 1
 
-    def halved(self) -> BatchShape | None:
+    def halved(self) -> BatchDivision | None:
         """Return the same global batch in micro-batches of half the size; None if they cannot be halved."""
         if self.micro_batch is None:
             return replace(self, divisor=2 * self.divisor) if 2 * self.divisor <= _MAX_DIVISOR else None
@@ -64,7 +64,7 @@ class BatchShape:
         return f"micro-batch {self.micro_batch} x accumulation {self.accumulation}"
 
 
-WHOLE_BATCHES = BatchShape()
+WHOLE_BATCHES = BatchDivision()
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Restart:
 
     failures_in_a_row: int
     reason: str
-    batch: BatchShape = WHOLE_BATCHES
+    batch: BatchDivision = WHOLE_BATCHES
     skip: Window | None = None
 
 
@@ -103,7 +103,7 @@ def decide(
     max_restarts: int,
     stop_requested: bool,
     max_network_retries: int = 0,
-    batch: BatchShape = WHOLE_BATCHES,
+    batch: BatchDivision = WHOLE_BATCHES,
     skips_left: int = 0,
     can_cut: bool = True,
 ) -> Restart | Stop:
@@ -162,7 +162,7 @@ def _stop(failure: Failure) -> Stop:
     return Stop(rule.exit_code, rule.reason.format(cause=failure.cause))
 
 
-def _halve(failure: Failure, batch: BatchShape, in_a_row: int) -> Restart | Stop:
+def _halve(failure: Failure, batch: BatchDivision, in_a_row: int) -> Restart | Stop:
     smaller = batch.halved()
     if smaller is None:
         return Stop(
@@ -173,7 +173,7 @@ def _halve(failure: Failure, batch: BatchShape, in_a_row: int) -> Restart | Stop
     return Restart(in_a_row, f"{failure.cause}: retrying with {smaller}", smaller)
 
 
-def _retry(history: Sequence[AttemptRecord], batch: BatchShape, max_retries: int) -> Restart | Stop:
+def _retry(history: Sequence[AttemptRecord], batch: BatchDivision, max_retries: int) -> Restart | Stop:
     failure = history[-1].failure
     tries = _in_a_row(history, lambda kind: kind is failure.kind)
     if tries > max_retries:

@@ -12,7 +12,7 @@ from typing import Any
 from checkpointing.host import locking
 from runner.recovery.failure import Failure, Window, read_window
 from runner.recovery.kinds import FailureKind
-from runner.recovery.policy import WHOLE_BATCHES, AttemptRecord, BatchShape
+from runner.recovery.policy import WHOLE_BATCHES, AttemptRecord, BatchDivision
 from runner.system import processes
 
 # Failures without a new checkpoint between them that are kept; more than any budget.
@@ -92,7 +92,7 @@ class RestartState:
     """
 
     history: list[AttemptRecord] = field(default_factory=list)
-    batch: BatchShape = WHOLE_BATCHES
+    batch: BatchDivision = WHOLE_BATCHES
     running: int | None = None
     skipped: list[Window] = field(default_factory=list)
     reached: int = 0
@@ -196,8 +196,8 @@ def _batch(
     divisor: int = 1,
     samples: int | None = None,
     model_ranks: int = 1,
-) -> BatchShape:
+) -> BatchDivision:
     numbers = [accumulation, divisor, model_ranks, *(one for one in (micro_batch, samples) if one is not None)]
     if not all(type(number) is int and 0 < number < 2**31 for number in numbers):
         raise ValueError(f"not a shape of batches: {numbers}")
-    return BatchShape(micro_batch, accumulation, divisor, samples, model_ranks)
+    return BatchDivision(micro_batch, accumulation, divisor, samples, model_ranks)

@@ -28,7 +28,7 @@ from runner.peers.messages import (
     Forwarded,
     Hello,
     Ready,
-    Stop,
+    StopRun,
     ToMember,
     Welcome,
 )
@@ -228,7 +228,7 @@ class Follower:
         self._session.announce_stop()
         if self._session.stop and not self._stop_sent and self._member.connected:
             self._stop_sent = True
-            self._member.send(Stop(reason=self._session.stop.reason))
+            self._member.send(StopRun(reason=self._session.stop.reason))
 
     def _wait(self, done: Callable[[], bool]) -> bool:
         """Wait until something holds.
@@ -288,7 +288,7 @@ class Follower:
             case Busy(busy=busy):
                 if self._node is not None:
                     self._node.others_busy = busy
-            case Stop(reason=reason):
+            case StopRun(reason=reason):
                 self._session.stop.ask(reason)
             case Finish():
                 self._finish = message

@@ -25,10 +25,10 @@ from runner.peers.messages import (
     Hello,
     PeerMessage,
     Ready,
+    StopRun,
     ToLeader,
     Welcome,
 )
-from runner.peers.messages import Stop as StopMessage
 from runner.peers.port import listen
 from runner.recovery.combine import combine
 from runner.recovery.failure import Failure
@@ -228,7 +228,7 @@ class Membership:
         """Pass a stop request on to the other nodes, unless they can continue without this one."""
         if self._welcome.epoch and self._changes.on_own_stop(self.limits, self._seen_now()):
             return
-        self._send(StopMessage(reason=reason[:MAX_REASON]))
+        self._send(StopRun(reason=reason[:MAX_REASON]))
 
     def join(self, own: Failure) -> Failure:
         """Wait until the attempt is over on all nodes; returns the cause among the failures of all.
@@ -307,7 +307,7 @@ class Membership:
                 (self._with_state.add if has_state else self._with_state.discard)(number)
             case Busy(busy=busy):
                 self._busy[number] = busy
-            case StopMessage(reason=reason):
+            case StopRun(reason=reason):
                 self._changes.on_stop(number, reason, self.limits, self._seen_now())
             case Forwarded(attempt=session.attempt, event=event):
                 self._on_event(event)

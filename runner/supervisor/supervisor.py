@@ -21,7 +21,7 @@ from runner.node.node import Node
 from runner.peers.link import Leader
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.policy import BatchShape, Restart, Stop, decide, end_of_node
+from runner.recovery.policy import BatchDivision, Restart, Stop, decide, end_of_node
 from runner.session.admission import Limits
 from runner.session.identity import JobIdentity
 from runner.session.session import Session
@@ -236,8 +236,8 @@ class Supervisor:
         checkpoints, state = self._node.checkpoints, self._record.state
         history = state.history_with(failure, checkpoints.committed_step)
         batch, divisor = checkpoints.batch, state.batch.divisor
-        known = batch or BatchShape(samples=state.batch.samples, model_ranks=state.batch.model_ranks)
-        state.batch = BatchShape(known.micro_batch, known.accumulation, divisor, known.samples, known.model_ranks)
+        known = batch or BatchDivision(samples=state.batch.samples, model_ranks=state.batch.model_ranks)
+        state.batch = BatchDivision(known.micro_batch, known.accumulation, divisor, known.samples, known.model_ranks)
         return decide(
             history,
             max_restarts=self._config.restart.max_restarts,

@@ -28,10 +28,10 @@ from runner.config.schema import Config
 from runner.system.cache import seal
 from runner.training.base_weights import BaseWeights
 from runner.training.callbacks import MetricsCallback, perplexities
-from runner.training.data import load_training_data
-from runner.training.events import EventSender
+from runner.training.event_sender import EventSender
 from runner.training.model import adapter_config, build, load_model
 from runner.training.tracking import AimTracker
+from runner.training.training_data import load_training_data
 
 # Seconds that a slow tracker may delay recovery.
 _PATIENCE_AT_FAILURE_S = 1.0

@@ -17,10 +17,10 @@ from trl import SFTTrainer
 from runner.config.load import load_config
 from runner.system import processes
 from runner.system.cache import seal
-from runner.training.data import load_training_data
 from runner.training.job import training_arguments
 from runner.training.model import build
 from runner.training.rank import become_independent
+from runner.training.training_data import load_training_data
 
 # Without `LOCAL_RANK`, which would have accelerate begin a process group.
 _ALONE = {"WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}

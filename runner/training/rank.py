@@ -16,7 +16,7 @@ from checkpointing.errors import EXIT_PREEMPTED
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.manager import stop_signal
 from runner.system import processes
-from runner.training.events import EventSender
+from runner.training.event_sender import EventSender
 from runner.training.failure_report import describe, is_transient, print_traceback
 
 _MAX_ERROR = 4000

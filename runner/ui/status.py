@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.journal.events import Entry, RunStarted
-from runner.journal.ledger import LOST, TRAINING, Attempt
+from runner.journal.ledger import LOST, TRAINING, AttemptAccount
 from runner.journal.summary import RunState, RunSummary, describe_nodes, describe_slow_ranks
 from runner.recovery.restart_state import RunnerProcess, process_namespace
 from runner.system.text import duration
@@ -118,7 +118,7 @@ def _steps(run: RunSummary) -> str:
     return text
 
 
-def _attempts(attempts: list[Attempt]) -> Table:
+def _attempts(attempts: list[AttemptAccount]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     have_nodes = any(attempt.nodes for attempt in attempts)
     for name in ("attempt", *(["nodes"] if have_nodes else []), "steps", "ended", "why"):

@@ -23,8 +23,8 @@ from runner.config.load import load_config, parse_setting
 from runner.journal.events import AttemptStarted, RankStarted
 from runner.journal.journal import Journal, SteadyClock
 from runner.journal.run_directory import RunDirectory
-from runner.training.data import load_training_data
 from runner.training.model import build
+from runner.training.training_data import load_training_data
 
 
 class NoteSteps(transformers.TrainerCallback):

@@ -33,9 +33,9 @@ from checkpointing.transformers import resilient
 from checkpointing.transformers.callback import StepCallback
 from runner.config.load import load_config
 from runner.training.callbacks import MetricsCallback
-from runner.training.data import load_training_data
 from runner.training.job import training_arguments
 from runner.training.model import build
+from runner.training.training_data import load_training_data
 
 # Each block holds one log entry, in what is counted; the default job logs every five steps.
 LOGGING_STEPS = 5

@@ -31,7 +31,7 @@ from checkpointing.storage.object_storage import ObjectStorage
 from runner.errors import ExitCode
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide
+from runner.recovery.policy import AttemptRecord, BatchDivision, Restart, Stop, decide
 from runner.recovery.restart_state import RestartState
 
 STEPS = st.integers(0, 12)
@@ -479,7 +479,7 @@ def test_there_is_always_a_decision_with_a_reason(
 
 @given(st.one_of(st.none(), st.integers(1, 2**16)), st.integers(1, 64))
 def test_halving_keeps_the_global_batch_and_ends(micro_batch: int | None, accumulation: int) -> None:
-    shape = BatchShape(micro_batch, accumulation if micro_batch is not None else 1)
+    shape = BatchDivision(micro_batch, accumulation if micro_batch is not None else 1)
     out_of_memory = AttemptRecord(Failure(FailureKind.OUT_OF_MEMORY, "cause"), 0)
     for _ in range(20):
         decision = decide([out_of_memory], max_restarts=0, stop_requested=False, batch=shape)
@@ -497,7 +497,7 @@ def test_halving_keeps_the_global_batch_and_ends(micro_batch: int | None, accumu
 
 @given(st.lists(FAILURES, max_size=30), st.integers(1, 64))
 def test_batches_are_never_made_larger_again(failures: list[Failure], micro_batch: int) -> None:
-    life = Life(100, RestartState(batch=BatchShape(micro_batch)))
+    life = Life(100, RestartState(batch=BatchDivision(micro_batch)))
     for number, failure in enumerate(failures):
         before = life.record.batch
         life.fail(replace(failure, step=number, fingerprint=""), number % 2)

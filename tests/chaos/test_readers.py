@@ -45,7 +45,7 @@ from checkpointing import CheckpointManager
 from checkpointing.agent.events import CheckpointQuarantined, Event
 from checkpointing.commit.shard_reading import ShardReaders
 from checkpointing.commit.tiers import Tiers
-from checkpointing.data.layout import StepLayout
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
@@ -67,7 +67,7 @@ from runner.journal.run_directory import RunDirectory
 from runner.journal.summary import render, summarise
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide
+from runner.recovery.policy import AttemptRecord, BatchDivision, Restart, Stop, decide
 from runner.recovery.restart_state import RestartState
 from runner.system.text import duration
 from runner.ui.prometheus import RunCollector
@@ -614,7 +614,7 @@ def note(place: Place) -> Reader:
     storage = LocalStorage(place.scratch / "note")
     storage.probe()
     crash = Failure(FailureKind.CRASHED, "cause", 0, 12, "print")
-    record = RestartState([AttemptRecord(crash, 10), AttemptRecord(crash, 10)], BatchShape(4, 2, 2), running=5)
+    record = RestartState([AttemptRecord(crash, 10), AttemptRecord(crash, 10)], BatchDivision(4, 2, 2), running=5)
     record.skipped, record.lineage = [(3, 9), (12, 12)], "4f1c"
     record.account_for_steps(0, 12)
     next_note = record.to_json(2**62).encode()

@@ -15,15 +15,15 @@ import torch, torch.distributed as dist
 import second_device
 second_device.load()
 from checkpointing.exact.exchange import Exchange
-from checkpointing.exact.tree import Node, total
+from checkpointing.exact.tree import TreeNode, total
 from checkpointing.data.dealing import block_of
 dist.init_process_group("gloo")
 rank, virtual_ranks = dist.get_rank(), 4
 make = lambda leaf: torch.randn(9, generator=torch.Generator().manual_seed(leaf))
-leaves = {Node(leaf): make(leaf) for leaf in range(virtual_ranks)}
+leaves = {TreeNode(leaf): make(leaf) for leaf in range(virtual_ranks)}
 expected = total(leaves, virtual_ranks, torch.add) / virtual_ranks
 first, last = block_of(rank, 2, virtual_ranks)
-target = (leaves[Node(first)] + leaves[Node(last)]).to(f"sim:{rank}")
+target = (leaves[TreeNode(first)] + leaves[TreeNode(last)]).to(f"sim:{rank}")
 exchange = Exchange(rank, 2, virtual_ranks)
 exchange.mean(target, [target])
 assert torch.equal(target.cpu(), expected), (target.cpu(), expected)

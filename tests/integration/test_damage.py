@@ -75,7 +75,7 @@ def test_stock_hugging_face_reads_our_checkpoint(untouched: Run, tmp_path: Path)
     from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
     from trl import SFTConfig, SFTTrainer
 
-    from runner.training.data import BUNDLED
+    from runner.training.training_data import BUNDLED
 
     checkpoint = untouched.checkpoint(60)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)

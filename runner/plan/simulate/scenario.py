@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from checkpointing.agent.events import Committed, Log, SnapshotCost, SnapshotTaken, StepEvent
 from runner.journal.events import Entry, RunStarted
-from runner.journal.ledger import NOT_RUNNING, Attempt, account, attempts_of
+from runner.journal.ledger import NOT_RUNNING, AttemptAccount, account, attempts_of
 from runner.recovery.kinds import FailureKind
 
 HOUR_S = 3600.0
@@ -160,7 +160,7 @@ def learn(entries: Sequence[Entry], scenario: Scenario) -> Scenario:
     return scenario.with_(**changes)
 
 
-def _cadence(entries: Sequence[Entry], trained: Sequence[Attempt], in_steps: float) -> dict[str, float]:
+def _cadence(entries: Sequence[Entry], trained: Sequence[AttemptAccount], in_steps: float) -> dict[str, float]:
     """Return when an attempt takes its first snapshot, and how often it takes one, and commits one."""
     changes: dict[str, float] = {}
     taken, saved, logged = (_times(entries, kind) for kind in (SnapshotTaken, Committed, Log))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from checkpointing.agent.events import CheckpointQuarantined, CommitFailed, Committed, Log, SnapshotCost
+from checkpointing.agent.events import CheckpointQuarantined, CommitFailedEvent, Committed, Log, SnapshotCost
 from runner.journal.events import AttemptStarted, Entry, RunStarted
-from runner.journal.ledger import CAUSES, LOST, NOT_RUNNING, TRAINING, Attempt, Ledger, Span, account
+from runner.journal.ledger import CAUSES, LOST, NOT_RUNNING, TRAINING, AttemptAccount, Ledger, Span, account
 from runner.journal.summary import RunSummary, summarise
 
 # What a run without interruptions would have spent as well.
@@ -168,7 +168,7 @@ def _spans(ledger: Ledger, began_at: float) -> list[Span]:
     return spans
 
 
-def _logs(entries: Sequence[Entry], attempts: Sequence[Attempt]) -> list[LogEntry]:
+def _logs(entries: Sequence[Entry], attempts: Sequence[AttemptAccount]) -> list[LogEntry]:
     kept_to = {attempt.number: (attempt.last_step or 0) - attempt.lost_steps for attempt in attempts}
     logs = []
     for entry in entries:
@@ -204,7 +204,7 @@ def _saves(entries: Sequence[Entry]) -> list[Save]:
     return list(saves.values())
 
 
-def _faults(attempts: Sequence[Attempt], began_at: float) -> list[Mark]:
+def _faults(attempts: Sequence[AttemptAccount], began_at: float) -> list[Mark]:
     marks = []
     for attempt in attempts:
         if attempt.failed:
@@ -219,7 +219,7 @@ def _marks(entries: Sequence[Entry], began_at: float) -> list[Mark]:
         match entry.event:
             case Committed(step=step, tier=tier):
                 kind, text = "committed", f"step {step} ({tier})"
-            case CommitFailed(error=error):
+            case CommitFailedEvent(error=error):
                 kind, text = "save failed", error
             case CheckpointQuarantined(reason=reason):
                 kind, text = "quarantined", reason
@@ -229,7 +229,7 @@ def _marks(entries: Sequence[Entry], began_at: float) -> list[Mark]:
     return marks
 
 
-def undisturbed_s(ledger: Ledger, attempts: Sequence[Attempt]) -> float:
+def undisturbed_s(ledger: Ledger, attempts: Sequence[AttemptAccount]) -> float:
     """Return the seconds that the same steps take without an interruption: one start, the steps, and one end."""
     seconds = sum(ledger.seconds[cause] for cause in _IN_STEPS)
     # The runner's own start-up, before its first attempt.
@@ -248,7 +248,7 @@ def undisturbed_s(ledger: Ledger, attempts: Sequence[Attempt]) -> float:
 def _cost(
     entries: Sequence[Entry],
     ledger: Ledger,
-    attempts: Sequence[Attempt],
+    attempts: Sequence[AttemptAccount],
     price_per_hour: float | None,
     spot_discount: float | None,
 ) -> Cost | None:

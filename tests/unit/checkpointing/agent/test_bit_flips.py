@@ -10,7 +10,7 @@ import pytest
 from unit.checkpointing.agent.doubles import Bench, Store
 
 from checkpointing.agent.arenas import Arena
-from checkpointing.agent.events import CommitFailed, Committed, SnapshotDamaged, SnapshotDropped
+from checkpointing.agent.events import CommitFailedEvent, Committed, SnapshotDamaged, SnapshotDropped
 from checkpointing.agent.scheduler import SnapshotContent
 from checkpointing.commit.catalog import verify
 from checkpointing.commit.retention import Retention
@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_never_committed() -> None:
             # Only what changes later says that the memory is bad: a script may have changed the state.
             kind = SnapshotDropped if one.moment == "copied" else SnapshotDamaged
             assert any(isinstance(result, kind) for result in one.results)
-            assert any(isinstance(result, CommitFailed) for result in one.results)
+            assert any(isinstance(result, CommitFailedEvent) for result in one.results)
         elif one.moment == "never":
             assert any(isinstance(result, Committed) for result in one.results)
     assert outcomes["never"] > 0

@@ -10,8 +10,7 @@ import pytest
 from unit.checkpointing.agent.doubles import Reports, Store, save, two_tiers
 
 from checkpointing.agent.duty import Duty
-from checkpointing.agent.events import Fenced as FencedEvent
-from checkpointing.agent.events import TierUnreachable
+from checkpointing.agent.events import FencedEvent, TierUnreachable
 from checkpointing.agent.fencing import Fencer, Fencing
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import Fenced

@@ -10,8 +10,7 @@ import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, Clock, Reports, Store, save, two_tiers
 
 from checkpointing.agent.duty import Duty
-from checkpointing.agent.events import CommitFailed, Committed, Pruned, PruneFailed
-from checkpointing.agent.events import Fenced as FencedEvent
+from checkpointing.agent.events import CommitFailedEvent, Committed, FencedEvent, Pruned, PruneFailed
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
 from checkpointing.commit.catalog import Catalog
@@ -44,7 +43,7 @@ def test_a_damaged_snapshot_is_not_published() -> None:
     bench.settle()
     arena.damaged = True
     outcome = publisher_of(bench.tiers, Reports()).commit(arena, bench.tiers.durable)
-    assert isinstance(outcome, CommitFailed) and "damaged in memory" in outcome.error
+    assert isinstance(outcome, CommitFailedEvent) and "damaged in memory" in outcome.error
     assert Catalog(bench.tiers.durable).committed_steps() == []
 
 
@@ -55,7 +54,10 @@ def test_an_attempt_that_was_fenced_says_so() -> None:
     ObjectStorage(bench.store).begin_attempt(2)
     bench.snapshot(5, commit=True)
     results = bench.settle()
-    assert [type(result) for result in results if not isinstance(result, tuple)][-2:] == [FencedEvent, CommitFailed]
+    assert [type(result) for result in results if not isinstance(result, tuple)][-2:] == [
+        FencedEvent,
+        CommitFailedEvent,
+    ]
     assert reports == []
 
 

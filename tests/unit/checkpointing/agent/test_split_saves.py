@@ -9,7 +9,7 @@ import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, two_tiers
 
 from checkpointing.agent.arenas import Arena, ArenaState
-from checkpointing.agent.events import CommitFailed, Committed
+from checkpointing.agent.events import CommitFailedEvent, Committed
 from checkpointing.agent.results import Digested, PortionEnded, Result
 from checkpointing.agent.scheduler import SnapshotContent
 from checkpointing.commit import replicated_save as split
@@ -103,7 +103,7 @@ def test_what_is_tried_again_is_written_by_one_node(nodes: tuple[Bench, Bench]) 
     leader, _ = nodes
     leader.store.refuses = "quota exceeded"
     snapshot(leader, 0)
-    assert any(isinstance(result, CommitFailed) for result in leader.settle())
+    assert any(isinstance(result, CommitFailedEvent) for result in leader.settle())
     leader.store.refuses = None
     leader.scheduler.commit_newest()
     event = committed(leader.settle())

@@ -9,7 +9,7 @@ import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, save
 
 from checkpointing.agent.arenas import Arena, ArenaState
-from checkpointing.agent.events import CommitFailed, Committed, SnapshotDropped
+from checkpointing.agent.events import CommitFailedEvent, Committed, SnapshotDropped
 from checkpointing.agent.protocol import Guest, Refusal
 from checkpointing.agent.results import Digested, SharesWritten
 from checkpointing.agent.resumption import described
@@ -98,7 +98,7 @@ def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again_but_may_be_
     leader, _ = nodes
     arena = share(leader, 0)
     failure = leader.settle()[-1]
-    assert isinstance(failure, CommitFailed) and "shards/1.bin was not written" in failure.error
+    assert isinstance(failure, CommitFailedEvent) and "shards/1.bin was not written" in failure.error
     assert Catalog(leader.tiers.durable).committed_steps() == []
     assert not [key for key in leader.store.objects if key.startswith("checkpoint-")]
     leader.scheduler.commit_newest()
@@ -117,7 +117,7 @@ def test_a_node_whose_storage_refuses_ends_the_save_of_all(nodes: tuple[Bench, B
     share(other, 1)
     leader.store.refuses = "quota exceeded"
     failure = other.settle()[-1]
-    assert isinstance(failure, CommitFailed) and "quota exceeded" in failure.error
+    assert isinstance(failure, CommitFailedEvent) and "quota exceeded" in failure.error
     assert "quota exceeded" in (other.scheduler.outcomes[7] or "")
 
 
@@ -180,7 +180,7 @@ def test_an_abandoned_share_is_not_published_by_a_save_that_still_runs(nodes: tu
     for arena in shares:
         arena.is_spent = True
     of_leader, _ = settle_both(leader, other)
-    assert type(of_leader[-1]) is CommitFailed and Catalog(leader.tiers.durable).committed_steps() == []
+    assert type(of_leader[-1]) is CommitFailedEvent and Catalog(leader.tiers.durable).committed_steps() == []
 
 
 def test_a_share_that_is_saved_is_not_let_through_the_next_fence(nodes: tuple[Bench, Bench]) -> None:
@@ -286,7 +286,7 @@ def test_what_becomes_of_an_earlier_attempts_save_is_no_answer_to_the_next_one(
     leader, _ = nodes
     share(leader, 0)
     leader.scheduler.begin_stage()
-    assert isinstance(leader.settle()[-1], CommitFailed) and leader.scheduler.outcomes == {}
+    assert isinstance(leader.settle()[-1], CommitFailedEvent) and leader.scheduler.outcomes == {}
 
 
 def test_an_older_share_is_kept_when_a_newer_one_is_saved(nodes: tuple[Bench, Bench]) -> None:

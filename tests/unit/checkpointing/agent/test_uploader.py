@@ -8,7 +8,7 @@ import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, Reports, Store, save, two_tiers
 
 from checkpointing.agent.duty import Duty
-from checkpointing.agent.events import CheckpointQuarantined, CommitFailed, Committed
+from checkpointing.agent.events import CheckpointQuarantined, CommitFailedEvent, Committed
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
 from checkpointing.agent.results import UploadEnded
@@ -87,7 +87,7 @@ def test_without_a_local_tier_or_on_another_node_nothing_is_due(commits: bool, l
 def test_a_tier_that_refuses_is_asked_again_with_the_next_look(uploads: Uploads) -> None:
     save(uploads.local, 10)
     uploads.store.refuses = "no space"
-    assert uploads.look() == [CommitFailed(step=10, tier="remote", error="no space")]
+    assert uploads.look() == [CommitFailedEvent(step=10, tier="remote", error="no space")]
     uploads.store.refuses = None
     assert isinstance(uploads.look()[0], Committed)
     assert uploads.committed == [10]
@@ -99,7 +99,7 @@ def test_after_a_failure_the_durable_tier_is_listed_again(uploads: Uploads) -> N
     uploads.look()
     save(uploads.local, 20)
     uploads.store.refuses = "no answer"
-    assert isinstance(uploads.look()[0], CommitFailed)
+    assert isinstance(uploads.look()[0], CommitFailedEvent)
     uploads.store.refuses = None
     save(uploads.tiers.durable, 20)
     assert uploads.look() == []
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_was_altered_is_quarantined_and_the_one_before_is_uplo
     (folder / "file").write_bytes(b"other")
     quarantined, failed = uploads.look()
     assert isinstance(quarantined, CheckpointQuarantined) and quarantined.kept_as.endswith("checkpoint-7.invalid")
-    assert isinstance(failed, CommitFailed) and "file was altered" in failed.error
+    assert isinstance(failed, CommitFailedEvent) and "file was altered" in failed.error
     assert [type(result) for result in uploads.look()] == [Committed]
     assert uploads.committed == [5]
 
@@ -125,7 +125,7 @@ def test_a_damaged_snapshot_goes_to_no_tier(tmp_path: Path) -> None:
     bench.settle()
     arena = bench.snapshot(5, commit=True)
     arena.damaged = True
-    failures = [result for result in bench.settle() if isinstance(result, CommitFailed)]
+    failures = [result for result in bench.settle() if isinstance(result, CommitFailedEvent)]
     assert [failure.tier for failure in failures] == ["local"] and arena.num_tasks == 0
 
 
@@ -139,8 +139,8 @@ def test_a_snapshot_that_the_local_tier_refuses_goes_to_the_durable_one(tmp_path
     local.touch()
     arena = bench.snapshot(5, commit=True)
     bench.work()
-    results = [result for result in bench.settle() if isinstance(result, Committed | CommitFailed)]
-    assert [(type(result), result.tier) for result in results] == [(CommitFailed, "local"), (Committed, "remote")]
+    results = [result for result in bench.settle() if isinstance(result, Committed | CommitFailedEvent)]
+    assert [(type(result), result.tier) for result in results] == [(CommitFailedEvent, "local"), (Committed, "remote")]
     assert arena.num_tasks == 0 and bench.scheduler.outcomes == {5: None}
     assert isinstance(bench.store, Store)
     assert Catalog(tiers.durable).committed_steps() == [5]

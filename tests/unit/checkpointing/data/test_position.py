@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.data.layout import StepLayout
 from checkpointing.data.position import EpochStart, Position
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.process import rng
 
 POSITION = Position(

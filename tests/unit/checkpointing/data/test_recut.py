@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler
 
-from checkpointing.data.layout import StepLayout
 from checkpointing.data.position import Position
 from checkpointing.data.recut import RecutBatchSampler, recut_position
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.errors import CheckpointError
-from checkpointing.transformers.job import fit_layout
+from checkpointing.transformers.same_job import fit_layout
 
 LAYOUTS = st.builds(StepLayout, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 

@@ -11,7 +11,7 @@ from thread_ranks import ThreadRanks, run_ranks
 from checkpointing.data.dealing import block_of
 from checkpointing.exact import exchange
 from checkpointing.exact.exchange import Exchange
-from checkpointing.exact.tree import Node, nodes_of, total
+from checkpointing.exact.tree import TreeNode, nodes_of, total
 from checkpointing.process.ranks import Ranks
 
 
@@ -53,7 +53,7 @@ def test_the_mean_has_the_bits_of_the_tree(
 ) -> None:
     monkeypatch.setattr(exchange, "dist", Messages)
     generator = torch.Generator().manual_seed(numel)
-    leaves = {Node(leaf): torch.randn(numel, generator=generator).to(dtype) for leaf in range(virtual_ranks)}
+    leaves = {TreeNode(leaf): torch.randn(numel, generator=generator).to(dtype) for leaf in range(virtual_ranks)}
     expected = total(leaves, virtual_ranks, torch.add) / virtual_ranks
 
     def mean(ranks: Ranks) -> list[torch.Tensor]:
@@ -63,7 +63,7 @@ def test_the_mean_has_the_bits_of_the_tree(
             inside = {
                 leaf: value for leaf, value in leaves.items() if node.first <= leaf.first < node.first + node.width
             }
-            own = {Node(leaf.first - node.first): value for leaf, value in inside.items()}
+            own = {TreeNode(leaf.first - node.first): value for leaf, value in inside.items()}
             values.append(total(own, len(own), torch.add).clone())
         ours: Any = ranks
         one, found = Exchange(ranks.rank, world_size, virtual_ranks, ours), []

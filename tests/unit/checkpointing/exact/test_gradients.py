@@ -9,7 +9,7 @@ import torch
 
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.gradients import ExactGradients
-from checkpointing.exact.tree import Node, total
+from checkpointing.exact.tree import TreeNode, total
 
 
 def net() -> torch.nn.Sequential:
@@ -25,12 +25,12 @@ def by_hand(virtual_ranks: int, step: int) -> list[torch.Tensor]:
     """Each virtual rank by itself, added by the tree."""
     model = net()
     exact = ExactGradients(model, virtual_ranks)
-    leaves: dict[Node, Sequence[torch.Tensor]] = {}
+    leaves: dict[TreeNode, Sequence[torch.Tensor]] = {}
     for virtual_rank in range(virtual_ranks):
         model.zero_grad()
         with exact.drawing(virtual_rank, step, 0):
             model(batch(step, virtual_rank)).square().sum().backward()
-        leaves[Node(virtual_rank)] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        leaves[TreeNode(virtual_rank)] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     found = total(leaves, virtual_ranks, lambda one, other: [a + b for a, b in zip(one, other, strict=True)])
     return [value / virtual_ranks for value in found]
 

@@ -7,7 +7,7 @@ import torch
 
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.partial_sums import PartialSums
-from checkpointing.exact.tree import Node
+from checkpointing.exact.tree import TreeNode
 
 
 def test_there_are_as_many_as_the_leaves_have_binary_digits() -> None:
@@ -19,7 +19,7 @@ def test_there_are_as_many_as_the_leaves_have_binary_digits() -> None:
         sums.push(leaf)
         assert parameter.grad is None
         counts.append(len(sums.nodes))
-    assert max(counts) == 4 and counts[-1] == 1 and sums.nodes == [Node(0, 16)]
+    assert max(counts) == 4 and counts[-1] == 1 and sums.nodes == [TreeNode(0, 16)]
 
 
 def test_memory_that_is_used_again_is_copied() -> None:
@@ -29,7 +29,7 @@ def test_memory_that_is_used_again_is_copied() -> None:
     sums.push(0)
     memory.fill_(9)
     nodes, values = sums.with_last(1, [parameter], [torch.full((3,), 2.0)])
-    assert nodes == [Node(0, 2)] and values[0][0].tolist() == [3.0, 3.0, 3.0]
+    assert nodes == [TreeNode(0, 2)] and values[0][0].tolist() == [3.0, 3.0, 3.0]
     sums.clear()
     assert sums.nodes == []
 

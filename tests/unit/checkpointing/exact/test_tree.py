@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointing.data.dealing import block_of
-from checkpointing.exact.tree import Node, nodes_of, pushed, total
+from checkpointing.exact.tree import TreeNode, nodes_of, pushed, total
 
 
 def by_blocks(leaves: list[float], world_size: int) -> float:
     """Sum as the ranks do it: each its block, with a binary counter, and then all together."""
-    left: dict[Node, float] = {}
+    left: dict[TreeNode, float] = {}
     for rank in range(world_size):
-        stack: list[Node] = []
+        stack: list[TreeNode] = []
         values: list[float] = []
         for leaf in block_of(rank, world_size, len(leaves)):
             stack, merged = pushed(stack, leaf, len(leaves))
@@ -55,16 +55,16 @@ def test_blocks_are_consecutive_and_even(virtual_ranks: int) -> None:
 @pytest.mark.parametrize(
     ("block", "virtual_ranks", "expected"),
     [
-        (range(8), 8, [Node(0, 8)]),
-        (range(4), 8, [Node(0, 4)]),
-        (range(3), 8, [Node(0, 2), Node(2)]),
-        (range(3, 6), 8, [Node(3), Node(4, 2)]),
+        (range(8), 8, [TreeNode(0, 8)]),
+        (range(4), 8, [TreeNode(0, 4)]),
+        (range(3), 8, [TreeNode(0, 2), TreeNode(2)]),
+        (range(3, 6), 8, [TreeNode(3), TreeNode(4, 2)]),
         # The last nodes have fewer leaves than room.
-        (range(6), 6, [Node(0, 8)]),
-        (range(4, 6), 6, [Node(4, 4)]),
-        (range(4, 5), 5, [Node(4, 4)]),
-        (range(1), 1, [Node(0)]),
+        (range(6), 6, [TreeNode(0, 8)]),
+        (range(4, 6), 6, [TreeNode(4, 4)]),
+        (range(4, 5), 5, [TreeNode(4, 4)]),
+        (range(1), 1, [TreeNode(0)]),
     ],
 )
-def test_what_is_left_of_a_block(block: range, virtual_ranks: int, expected: list[Node]) -> None:
+def test_what_is_left_of_a_block(block: range, virtual_ranks: int, expected: list[TreeNode]) -> None:
     assert nodes_of(block, virtual_ranks) == expected

@@ -17,7 +17,7 @@ from checkpointing.files.file_images import (
     shares,
 )
 from checkpointing.host.shared_memory import PAGE_BYTES
-from checkpointing.process.device import Host
+from checkpointing.process.device import HostDevice
 
 
 def tensor_image(name: str, sizes: list[int]) -> FileImage:
@@ -63,7 +63,7 @@ def test_runs_are_copied_to_equal_distances() -> None:
     (extent,) = shares(placed, 1, 2)
     assert (extent.offset, extent.end) == (PAGE_BYTES + 1, PAGE_BYTES + 1 + 30 + 10 + 3)
     buffer = bytearray(b"." * nbytes)
-    copy_tensors([extent], memoryview(buffer), Host())
+    copy_tensors([extent], memoryview(buffer), HostDevice())
     found = {place: bytes(buffer[PAGE_BYTES + place : PAGE_BYTES + place + 3]) for place in (1, 11, 31, 41)}
     assert found == {1: bytes([0, 1, 2]), 11: bytes([3, 4, 5]), 31: bytes([6, 7, 8]), 41: bytes([9, 10, 11])}
     assert buffer.count(b".") == nbytes - 12
@@ -75,7 +75,7 @@ def test_a_file_is_read_through_a_small_window(window: int) -> None:
     image.tensors.append((4, bytes_of(torch.tensor([1, 2], dtype=torch.uint8))))
     image.alone.append((6, bytes_of(torch.tensor([3, 4], dtype=torch.uint8))))
     memory = memoryview(bytearray(window))
-    assert b"".join(bytes(piece) for piece in pieces(image, memory, Host())) == b"head\x01\x02\x03\x04!?"
+    assert b"".join(bytes(piece) for piece in pieces(image, memory, HostDevice())) == b"head\x01\x02\x03\x04!?"
 
 
 def test_the_layouts_digest_depends_on_places_and_not_on_contents() -> None:

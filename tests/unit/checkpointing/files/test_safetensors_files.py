@@ -14,7 +14,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import copy_tensors, pieces, place, shares
 from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.files.torch_reader import model_state
-from checkpointing.process.device import Host
+from checkpointing.process.device import HostDevice
 
 STATE = {
     "a": torch.randn(3, 5),
@@ -44,7 +44,7 @@ def test_a_tensor_may_be_called_as_the_format_is(names: list[str]) -> None:
     """A checkpoint of such a model could not be loaded: the metadata's "format: pt" was taken for an alias."""
     tensor = torch.arange(3.0)
     image = safetensors_image("model.safetensors", dict.fromkeys(names, tensor))
-    data = b"".join(map(bytes, pieces(image, memoryview(bytearray(1 << 16)), Host())))
+    data = b"".join(map(bytes, pieces(image, memoryview(bytearray(1 << 16)), HostDevice())))
     found = model_state(memoryview(bytearray(data)))
     assert found.keys() == set(names) and all(torch.equal(value, tensor) for value in found.values())
 
@@ -59,6 +59,6 @@ def test_what_differs_between_ranks_is_taken_from_the_nodes_first() -> None:
     placed, nbytes = place([image])
     buffers = [memoryview(bytearray(nbytes)) for _ in range(2)]
     for share, buffer in enumerate(buffers):
-        copy_tensors(shares(placed, share, 2), buffer, Host())
+        copy_tensors(shares(placed, share, 2), buffer, HostDevice())
     two = torch.full((2,), 2.0).numpy().tobytes()
     assert [two in bytes(buffer) for buffer in buffers] == [True, False]

@@ -22,7 +22,7 @@ from checkpointing.files.file_images import (
 from checkpointing.files.shard_layout import ShardLayout
 from checkpointing.format.shard_index import ShardIndex, ShardParts
 from checkpointing.format.word_sum import word_sum
-from checkpointing.process.device import Host
+from checkpointing.process.device import HostDevice
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.tensor_fingerprint import SourceSum
 
@@ -44,7 +44,7 @@ def laid_out(ranks: Ranks) -> tuple[list[FileImage], bytes, ShardedSave, dict[st
     contents = {}
     for shard in shards:
         buffer, placed = memoryview(bytearray(shard.nbytes)), [PlacedFile(shard, 0)]
-        copy_tensors(shares(placed, ranks.local_rank, ranks.local_world_size), buffer, Host())
+        copy_tensors(shares(placed, ranks.local_rank, ranks.local_world_size), buffer, HostDevice())
         copy_literals(placed_literals(placed), buffer)
         contents[shard.name] = bytes(buffer)
     return shards, index, together, contents
@@ -105,7 +105,7 @@ def test_every_byte_of_a_shard_is_put_there_and_counted() -> None:
         placed, own = [PlacedFile(shards[ranks.local_rank], 0)], SourceSum()
         buffer = memoryview(bytearray(b"?" * shards[ranks.local_rank].nbytes))
         extents, literals = shares(placed, 0, 1), placed_literals(placed)
-        copy_tensors(extents, buffer, Host())
+        copy_tensors(extents, buffer, HostDevice())
         copy_literals(literals, buffer)
         own.add(extents)
         assert own.total(buffer, literals) == (word_sum(buffer), len(buffer))

@@ -19,7 +19,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.file_images import Extent, FileImage, bytes_of, copy_tensors
 from checkpointing.files.sharding import LocalWriters
-from checkpointing.process.device import Host
+from checkpointing.process.device import HostDevice
 from checkpointing.process.ranks import Ranks
 
 
@@ -116,7 +116,7 @@ def test_what_all_ranks_hold_is_the_whole_file_and_is_cut_again(
             monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
             part = sharding.part_of(tensor, size)
             for extent in sharding._extents(part) if part.is_written else ():
-                copy_tensors([extent], memoryview(buffer), Host())
+                copy_tensors([extent], memoryview(buffer), HostDevice())
             assert torch.equal(sharding.own_part(whole, part), local), (placements, coordinate)
         assert torch.equal(torch.frombuffer(buffer, dtype=torch.float32).view(shape), whole), placements
 

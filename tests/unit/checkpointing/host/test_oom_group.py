@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.host import memory
-from runner.doctor import node
+from runner.doctor import machine_checks as node
 from runner.doctor.findings import Level, warn
 
 

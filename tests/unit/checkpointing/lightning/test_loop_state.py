@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchmetrics
 
-from checkpointing.lightning.loop_state import LoopState
+from checkpointing.lightning.loop_state import LightningLoopState
 
 # On a machine that has Slurm.
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
@@ -49,7 +49,7 @@ def trainer() -> Any:
     return subject
 
 
-def state_after(completed: int, *, drawn: bool) -> tuple[Any, LoopState]:
+def state_after(completed: int, *, drawn: bool) -> tuple[Any, LightningLoopState]:
     subject = trainer()
     for part in ("total", "current"):
         progress = getattr(subject.fit_loop.epoch_loop.batch_progress, part)
@@ -57,7 +57,7 @@ def state_after(completed: int, *, drawn: bool) -> tuple[Any, LoopState]:
         progress.started = progress.processed = progress.completed = completed
         epoch = getattr(subject.fit_loop.epoch_progress, part)
         epoch.ready = epoch.started = 1
-    loop = LoopState(subject, L.Callback())
+    loop = LightningLoopState(subject, L.Callback())
     loop.step = completed
     return subject, loop
 
@@ -66,7 +66,7 @@ def test_the_batch_that_has_been_drawn_is_drawn_again() -> None:
     before, loop = state_after(7, drawn=True)
     before.fit_loop.epoch_loop.batch_progress.is_last_batch = True
     after = trainer()
-    LoopState(after, L.Callback()).load_state_dict(loop.state_dict())
+    LightningLoopState(after, L.Callback()).load_state_dict(loop.state_dict())
     progress = after.fit_loop.epoch_loop.batch_progress
     for part in (progress.current, progress.total):
         assert (part.ready, part.started, part.processed, part.completed) == (7, 7, 7, 7)
@@ -85,7 +85,7 @@ def test_what_a_run_knows_is_restored() -> None:
     state = loop.state_dict()
     assert state["added"] == {"seen": [4, 5]}
     after = trainer()
-    restored = LoopState(after, L.Callback())
+    restored = LightningLoopState(after, L.Callback())
     restored.load_state_dict(state)
     assert restored.step == 3 and not restored.ended
     assert after.lightning_module.error.compute() == 1.5 and after.lightning_module.seen == [4, 5]
@@ -103,7 +103,7 @@ def test_lightning_does_not_restart_in_its_own_way(ended: bool) -> None:
     if ended:
         loop.end()
     after = trainer()
-    restored = LoopState(after, L.Callback())
+    restored = LightningLoopState(after, L.Callback())
     restored.load_state_dict(loop.state_dict())
     fit_loop = after.fit_loop
     if ended:
@@ -125,8 +125,8 @@ def test_accumulation_is_left_to_a_scheduler_until_the_first_batch(scheduled: bo
     saving.accumulate_grad_batches = 4
     if scheduled:
         loading.callbacks.append(L.pytorch.callbacks.GradientAccumulationScheduler({0: 4}))
-    state = LoopState(loading, Counter())
-    state.load_state_dict(LoopState(saving, Counter()).state_dict())
+    state = LightningLoopState(loading, Counter())
+    state.load_state_dict(LightningLoopState(saving, Counter()).state_dict())
     assert loading.accumulate_grad_batches == (1 if scheduled else 4)
     state.continue_logging()
     assert loading.accumulate_grad_batches == 4

@@ -202,7 +202,7 @@ def test_auto_waits_for_memory_that_is_being_made_ready() -> None:
     assert clock.due_by_time(10.0, None, commit, preparing=True) == (False, True)
 
 
-class ThirtyGigabytes(device.Host):
+class ThirtyGigabytes(device.HostDevice):
     """A device whose state is 30 GB, and the driver of it, in virtual seconds: little memory stands for much."""
 
     is_asynchronous = True

@@ -105,7 +105,7 @@ def test_changes_are_counted_once() -> None:
     assert not copy.is_doubtful
 
 
-class Queue(device.Host):
+class Queue(device.HostDevice):
     """A device that passes what is enqueued when the test says so; a position in its queue is a second."""
 
     is_asynchronous = True
@@ -116,7 +116,7 @@ class Queue(device.Host):
     def mark(self) -> Position:
         return Position(self, self.end)
 
-    def hold(self, mark: device.Mark) -> None:
+    def hold(self, mark: device.DeviceMark) -> None:
         self.end += 3
 
 

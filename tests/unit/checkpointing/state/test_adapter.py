@@ -16,7 +16,7 @@ from checkpointing.files.file_images import pieces
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.manager.restorable import RestorableTraining
-from checkpointing.process.device import Host
+from checkpointing.process.device import HostDevice
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.adapter import BASE_NAME
 from checkpointing.state.expected_size import expected_bytes
@@ -47,7 +47,7 @@ def tracked(base: Any, r: int = 4, **options: Any) -> TrainState:
 def saved(source: TrainState) -> LoadedCheckpoint:
     state = source.capture()
     image = safetensors_image(state.weights_name, state.model)
-    data = b"".join(bytes(piece) for piece in pieces(image, memoryview(bytearray(4096)), Host()))
+    data = b"".join(bytes(piece) for piece in pieces(image, memoryview(bytearray(4096)), HostDevice()))
     files = {image.name: data, **state.small}
     views = {name: memoryview(bytearray(content)) for name, content in files.items()}
     return LoadedCheckpoint(

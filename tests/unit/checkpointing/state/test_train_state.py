@@ -16,7 +16,7 @@ from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.files.torch_files import TorchFileLayout
 from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
-from checkpointing.process.device import Host
+from checkpointing.process.device import HostDevice
 from checkpointing.state.captured_state import CapturedState
 from checkpointing.state.expected_size import expected_bytes
 from checkpointing.state.train_state import TrainState, hooks_with_memory
@@ -45,7 +45,9 @@ def point(state: CapturedState) -> LoadedCheckpoint:
         *(blob_image(name, data) for name, data in state.small.items()),
     ]
     window = memoryview(bytearray(1 << 16))
-    files = {image.name: memoryview(bytearray(b"".join(map(bytes, pieces(image, window, Host()))))) for image in images}
+    files = {
+        image.name: memoryview(bytearray(b"".join(map(bytes, pieces(image, window, HostDevice()))))) for image in images
+    }
     return LoadedCheckpoint(
         "/runs/checkpoint-1", step=1, world_size=1, samples_consumed=1, files=files, path=None, private=True
     )

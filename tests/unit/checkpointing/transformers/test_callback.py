@@ -11,14 +11,14 @@ from transformers import TrainerControl, TrainerState
 
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.callback import StepCallback
-from checkpointing.transformers.options import Options
+from checkpointing.transformers.options import ResilientOptions
 
 
-def trainer(due: Due | None = None, *, options: Options | None = None, is_in_train: bool = True) -> Any:
+def trainer(due: Due | None = None, *, options: ResilientOptions | None = None, is_in_train: bool = True) -> Any:
     return SimpleNamespace(
         model=Mock(),
         is_in_train=is_in_train,
-        _options=options or Options(),
+        _options=options or ResilientOptions(),
         _manager=Mock(end_of_step=lambda step: due),
         _notices=Mock(),
         _session=SimpleNamespace(
@@ -53,7 +53,7 @@ def test_what_all_ranks_have_agreed_on_is_done(due: Due, saves: bool, stops: boo
 
 
 def test_the_last_step_is_saved_where_the_trainer_does_not_save() -> None:
-    by_price = Options(saves_by_price=True)
+    by_price = ResilientOptions(saves_by_price=True)
     assert end_step(trainer(Due(), options=by_price), step=10).should_save
     assert not end_step(trainer(Due(), options=by_price), step=9).should_save
     assert not end_step(trainer(Due()), step=10).should_save

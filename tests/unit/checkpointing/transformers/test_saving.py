@@ -13,12 +13,12 @@ import torch
 from restore_points import point
 from transformers import TrainerControl, TrainerState
 
-from checkpointing.data.layout import StepLayout
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.errors import Preempted
-from checkpointing.transformers.options import Options
+from checkpointing.transformers.options import ResilientOptions
 from checkpointing.transformers.overrides import Staging
 from checkpointing.transformers.saving import SavingMixin
-from checkpointing.transformers.start import Start
+from checkpointing.transformers.starting_point import Start
 from checkpointing.transformers.train_call import TrainCall
 
 # What a stock Trainer does in addition when it saves.
@@ -74,7 +74,7 @@ class Subject(SavingMixin, Stock):
             throughput=Mock(),
             start=start or Start(),
         )
-        self._options, self._adapter, self._notices, self._staging = Options(), None, Mock(), Staging()
+        self._options, self._adapter, self._notices, self._staging = ResilientOptions(), None, Mock(), Staging()
         self.args = SimpleNamespace(
             process_index=1,
             local_process_index=0,

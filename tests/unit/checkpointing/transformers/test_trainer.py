@@ -13,7 +13,7 @@ import torch
 from restore_points import point
 from transformers import TrainerControl
 
-from checkpointing.data.layout import StepLayout
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.errors import CheckpointError, CommitFailed, NonFinite
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers import trainer as trainer_module
@@ -21,8 +21,8 @@ from checkpointing.transformers.callback_states import export_states
 from checkpointing.transformers.evaluation import EvaluationCutShort, InterruptibleEvaluation
 from checkpointing.transformers.guards import StepGuard
 from checkpointing.transformers.loop_state import JobRecord, LoopState
-from checkpointing.transformers.options import Options
-from checkpointing.transformers.start import Start
+from checkpointing.transformers.options import ResilientOptions
+from checkpointing.transformers.starting_point import Start
 from checkpointing.transformers.throughput import Throughput
 from checkpointing.transformers.train_call import TrainCall
 from checkpointing.transformers.trainer import ResilientMixin
@@ -100,7 +100,7 @@ class Subject(ResilientMixin, Loop):
         }
         self._manager = manager
         self._session = TrainCall(start=start or Start(), **{**defaults, **parts})
-        self._options = Options()
+        self._options = ResilientOptions()
         skipped: Any = ()
         self._notices, self._skipped, self._beginning, self._adapter = Mock(), skipped, None, None
         self._train_batch_size = 2
@@ -411,11 +411,11 @@ def test_micro_batches_of_one_prompts_groups_cannot_be_cut() -> None:
     subject._buffered_inputs = None
     subject.args.train_batch_size = 2
     with pytest.raises(CheckpointError, match="ran out of memory, and its micro-batches cannot be halved"):
-        subject._become_resilient(Mock, Options(divisor=2))
+        subject._become_resilient(Mock, ResilientOptions(divisor=2))
 
 
 def test_only_a_stream_with_a_state_is_seekable() -> None:
     subject = Subject()
     subject.args.train_batch_size = 2
     with pytest.raises(ValueError, match="train_dataset is list"):
-        subject._become_resilient(Mock, Options(seekable_stream=True))
+        subject._become_resilient(Mock, ResilientOptions(seekable_stream=True))

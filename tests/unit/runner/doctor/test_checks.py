@@ -16,7 +16,7 @@ from runner.config.launch import LaunchConfig
 from runner.config.schema import Config
 from runner.doctor.collectives import judge
 from runner.doctor.findings import Finding, Level
-from runner.doctor.gpus import check_devices, links_between_gpus, links_in, topology
+from runner.doctor.gpu_checks import check_devices, links_between_gpus, links_in, topology
 from runner.doctor.settings import check_settings
 from runner.system.gpus import find_gpus
 

@@ -7,7 +7,7 @@ import pytest
 from runner.config.schema import Config
 from runner.doctor.findings import Level
 from runner.doctor.mesh import check_mesh
-from runner.plan.memory import Job
+from runner.plan.memory_need import PlannedJob
 
 NVLINK, PCIE = {"NVLink": 28}, {"NVLink": 4, "PCIe and the link between the processors": 24}
 ZERO_3 = {"zero_optimization": {"stage": 3}}
@@ -25,7 +25,7 @@ def told(
     config = Config.model_validate(
         {"strategy": strategy, "trainer": {"bf16": True, **({"deepspeed": ZERO_3} if strategy == "deepspeed" else {})}}
     )
-    job = Job.of(config, ranks, local_ranks, on_gpu=on_gpu)
+    job = PlannedJob.of(config, ranks, local_ranks, on_gpu=on_gpu)
     return [(one.level, one.text) for one in check_mesh(job, 10**9, links, has_rdma=has_rdma)]
 
 

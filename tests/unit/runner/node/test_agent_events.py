@@ -10,10 +10,10 @@ from node_fakes import FakeDisplay, beat
 from checkpointing.agent.events import (
     BatchShape,
     CheckpointQuarantined,
-    CommitFailed,
+    CommitFailedEvent,
     Committed,
     Event,
-    Fenced,
+    FencedEvent,
     Fetched,
     FetchFailed,
     Log,
@@ -53,7 +53,7 @@ def test_the_newest_commit_counts_and_never_goes_back() -> None:
 def test_failed_saves_are_counted_by_tier_until_one_succeeds() -> None:
     bench = Bench()
     for tier, error in (("remote", "503"), ("local", "full"), ("remote", "timed out")):
-        bench.events.handle(CommitFailed(step=5, tier=tier, error=error))
+        bench.events.handle(CommitFailedEvent(step=5, tier=tier, error=error))
     assert bench.events.failed_saves == (2, "timed out")
     bench.events.handle(Committed(step=6, tier="remote"))
     assert bench.events.failed_saves == (1, "full")
@@ -62,7 +62,7 @@ def test_failed_saves_are_counted_by_tier_until_one_succeeds() -> None:
 def test_a_fence_is_kept() -> None:
     bench = Bench()
     assert bench.events.fenced is None
-    bench.events.handle(Fenced(reason="attempt 9 has begun elsewhere"))
+    bench.events.handle(FencedEvent(reason="attempt 9 has begun elsewhere"))
     assert bench.events.fenced == "attempt 9 has begun elsewhere"
     bench.events.begin_attempt(10)
     assert bench.events.fenced is None
@@ -72,7 +72,7 @@ def test_a_fence_is_kept() -> None:
     ("event", "text"),
     [
         (StageEntered(number=2, stage="dpo"), "stage 2 of the script begins: its checkpoints are in dpo"),
-        (CommitFailed(step=4, tier="remote", error="503"), "checkpoint of step 4 failed: 503"),
+        (CommitFailedEvent(step=4, tier="remote", error="503"), "checkpoint of step 4 failed: 503"),
         (TierUnreachable(tier="remote", reason="503"), "the remote checkpoints cannot be reached: 503"),
         (StorageRetried(tier="remote", count=7, reason="503"), "retried 7 storage calls"),
         (
@@ -106,7 +106,7 @@ def test_a_transfer_is_shown_until_it_ends_and_not_recorded() -> None:
     bench.events.handle(Transfer(step=4, what="upload", done=1, total=2))
     assert len(bench.transfers) == 1 and not bench.recorded
     bench.display.state.transfer = "upload of step 4"
-    bench.events.handle(CommitFailed(step=4, tier="remote", error="503"))
+    bench.events.handle(CommitFailedEvent(step=4, tier="remote", error="503"))
     assert bench.display.state.transfer == ""
 
 

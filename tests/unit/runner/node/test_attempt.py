@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, FakeRanks, beat
 
-from checkpointing.agent.events import CommitFailed, Committed, Event, Fenced, SnapshotDamaged, SnapshotDropped
+from checkpointing.agent.events import (
+    CommitFailedEvent,
+    Committed,
+    Event,
+    FencedEvent,
+    SnapshotDamaged,
+    SnapshotDropped,
+)
 from checkpointing.host.heartbeat import Phase
 from runner.config.schema import Config
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
@@ -237,7 +244,7 @@ def test_a_dead_agent_ends_the_attempt() -> None:
 def test_a_fenced_node_ends_its_ranks() -> None:
     bench = Bench()
     bench.train()
-    bench.checkpoints.handle(Fenced(reason="attempt 9 has begun elsewhere"))
+    bench.checkpoints.handle(FencedEvent(reason="attempt 9 has begun elsewhere"))
     bench.turns(10)
     failure = bench.result().failure
     assert (failure.kind, failure.cause) == (FailureKind.FENCED, "attempt 9 has begun elsewhere")
@@ -299,7 +306,7 @@ def test_too_many_refused_saves_end_training_in_good_order() -> None:
     bench = Bench(Config(checkpoint={"max_failed_saves": 2}))  # type: ignore[arg-type]
     bench.train()
     for step in (1, 2):
-        bench.checkpoints.handle(CommitFailed(tier="remote", step=step, error="no space"))
+        bench.checkpoints.handle(CommitFailedEvent(tier="remote", step=step, error="no space"))
     bench.turn()
     assert "request_stop" in bench.agent.requests and not bench.ranks.signals
     bench.ranks.preempted |= {0, 1}

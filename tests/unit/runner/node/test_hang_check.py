@@ -9,9 +9,9 @@ from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeRanks, beat
 
 from checkpointing.agent.events import Event
 from checkpointing.host.heartbeat import Phase
-from runner.journal.events import Hang
+from runner.journal.events import HangFound
 from runner.node.hang_check import HangCheck
-from runner.ranks.watchdog import Limits, Watchdog
+from runner.ranks.watchdog import HangLimits, Watchdog
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 
@@ -32,7 +32,7 @@ class Bench:
         display: Any = self.display
         helpers: Any = self.helpers
         self.check = HangCheck(
-            Watchdog(Limits(20.0, 20.0, 60.0), watch_start=True, now=self.host.now),
+            Watchdog(HangLimits(20.0, 20.0, 60.0), watch_start=True, now=self.host.now),
             ranks=self.ranks,
             helpers=helpers,
             display=display,
@@ -60,7 +60,7 @@ def test_a_silent_rank_hangs_and_its_stacks_are_named() -> None:
     assert failure.cause.startswith("rank 5 hung: no heartbeat for")
     assert failure.cause.endswith("stacks: /logs/attempt-1/stacks-*.txt")
     (event,) = bench.recorded[:1]
-    assert isinstance(event, Hang) and event.ranks == [5] and len(event.stacks) == 1
+    assert isinstance(event, HangFound) and event.ranks == [5] and len(event.stacks) == 1
     assert "writing the stacks of all ranks" in bench.display.texts[0]
 
 

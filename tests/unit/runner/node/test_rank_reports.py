@@ -11,7 +11,7 @@ from node_fakes import FakeHost, FakeLoop
 from checkpointing.agent.events import Event
 from runner.journal.events import BestModel, RankStarted
 from runner.node.rank_reports import RankReports
-from runner.ranks.messages import BestModelWritten, Done, Failed, Preempted, Started, StopSignal
+from runner.ranks.messages import BestModelWritten, Done, Failed, PreemptedRank, Started, StopSignal
 from runner.ranks.watch import RankWatch
 
 
@@ -75,7 +75,7 @@ def test_messages() -> None:
     bench = Bench()
     for message in (
         Done(event="rank_done", in_attempt=1, rank=0),
-        Preempted(event="rank_preempted", in_attempt=1, rank=1),
+        PreemptedRank(event="rank_preempted", in_attempt=1, rank=1),
         Failed(event="rank_failed", in_attempt=1, rank=2, error="E: x", frame="f:1", transient=True),
         StopSignal(event="stop_signal", in_attempt=1, rank=3),
         BestModelWritten(event="best_model", in_attempt=1, step=40),

@@ -20,7 +20,7 @@ from runner.peers.messages import (
     Forwarded,
     Hello,
     Ready,
-    Stop,
+    StopRun,
     Welcome,
     read_by_leader,
     read_by_member,
@@ -50,7 +50,7 @@ def test_every_message_that_we_send_is_one() -> None:
     for event in (log, Resumed(step=3, source="memory"), *others):
         forwarded = Forwarded(attempt=1, event=event)
         assert read_by_leader(forwarded.encode()) == forwarded
-    for message in (Hello(node_rank=1, job="{}"), Ready(nproc=4), Busy(busy=True), Stop(reason="SIGTERM")):
+    for message in (Hello(node_rank=1, job="{}"), Ready(nproc=4), Busy(busy=True), StopRun(reason="SIGTERM")):
         assert read_by_leader(message.encode()) == message
     ended = Ended(attempt=2, failure=Failure(FailureKind.SPIKE, "why", 3, 7, "print", (5, 7), may_pass=True))
     assert read_by_leader(ended.encode()) == ended

@@ -27,7 +27,7 @@ GB = 10**9
 # About 100 million parameters.
 MODEL = ModelShape(
     parameters=100_000_000, tensors=100, linear=90_000_000, largest_layer=7_000_000, layers=12, hidden=768,
-    intermediate=3072, heads=12, kv_heads=12, vocab=32000, adapter=1_000_000, adapter_tensors=96,
+    intermediate=3072, heads=12, vocab=32000, adapter=1_000_000, adapter_tensors=96,
     base_bytes=500_000_000,
 )  # fmt: skip
 H100 = [Gpu(number, 80 * GB) for number in range(8)]

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 from runner.ranks.messages import Done, Failed, RankMessage, Started
 from runner.ranks.watch import RankEvents, RankWatch
-from runner.training.events import EventSender
+from runner.training.event_sender import EventSender
 
 NAMES = ["event", "in_attempt", "rank", "local_rank", "pid", "error_file", "error", "frame", "transient", "step"]
 WORDS = [

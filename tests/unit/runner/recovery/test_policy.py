@@ -5,7 +5,7 @@ import pytest
 from runner.errors import ExitCode
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node
+from runner.recovery.policy import AttemptRecord, BatchDivision, Restart, Stop, backoff_s, decide, end_of_node
 
 K = FailureKind
 
@@ -85,12 +85,12 @@ def test_a_bad_step_is_passed_over_the_second_time_as_often_as_may_be() -> None:
     assert isinstance(end, Stop) and end.exit_code is ExitCode.DETERMINISTIC
 
 
-def out_of_memory(shape: BatchShape) -> Restart | Stop:
+def out_of_memory(shape: BatchDivision) -> Restart | Stop:
     return decide([record(K.OUT_OF_MEMORY)], max_restarts=0, stop_requested=False, batch=shape)
 
 
 def test_out_of_memory_halves_until_nothing_is_left() -> None:
-    shape, seen = BatchShape(8, 1), []
+    shape, seen = BatchDivision(8, 1), []
     while isinstance(
         decision := decide([record(K.OUT_OF_MEMORY)], max_restarts=0, stop_requested=False, batch=shape), Restart
     ):
@@ -102,15 +102,15 @@ def test_out_of_memory_halves_until_nothing_is_left() -> None:
 
 
 def test_memory_that_was_short_before_a_step_had_ended_halves_nothing_the_first_time() -> None:
-    early, shape = passing(K.OUT_OF_MEMORY), BatchShape(8, 1)
+    early, shape = passing(K.OUT_OF_MEMORY), BatchDivision(8, 1)
     first = decide([early], max_restarts=0, stop_requested=False, batch=shape)
     assert isinstance(first, Restart) and first.batch == shape and first.reason == "cause: retrying once as it is"
     second = decide([early, early], max_restarts=0, stop_requested=False, batch=shape)
-    assert isinstance(second, Restart) and second.batch == BatchShape(4, 2, 2)
+    assert isinstance(second, Restart) and second.batch == BatchDivision(4, 2, 2)
 
 
 def test_a_script_that_does_not_say_its_batch_is_halved_a_bounded_number_of_times() -> None:
-    shape, count = BatchShape(), 0
+    shape, count = BatchDivision(), 0
     while isinstance(
         decision := decide([record(K.OUT_OF_MEMORY)], max_restarts=0, stop_requested=False, batch=shape), Restart
     ):
@@ -121,7 +121,7 @@ def test_a_script_that_does_not_say_its_batch_is_halved_a_bounded_number_of_time
 def test_a_script_that_does_not_cut_its_batches_fails_as_any_other() -> None:
     short = record(K.OUT_OF_MEMORY, fingerprint="a")
     first = decide([short], max_restarts=3, stop_requested=False, can_cut=False)
-    assert isinstance(first, Restart) and first.batch == BatchShape() and first.reason == "cause"
+    assert isinstance(first, Restart) and first.batch == BatchDivision() and first.reason == "cause"
     second = decide([short, short], max_restarts=3, stop_requested=False, can_cut=False)
     assert isinstance(second, Stop) and second.exit_code is ExitCode.DETERMINISTIC
     # The kernel's kills look alike at every step; they cost budget.
@@ -130,8 +130,8 @@ def test_a_script_that_does_not_cut_its_batches_fails_as_any_other() -> None:
 
 
 def test_other_failures_leave_the_batch_as_it_is() -> None:
-    decision = decide([record()], max_restarts=1, stop_requested=False, batch=BatchShape(2, 2, 2))
-    assert isinstance(decision, Restart) and decision.batch == BatchShape(2, 2, 2)
+    decision = decide([record()], max_restarts=1, stop_requested=False, batch=BatchDivision(2, 2, 2))
+    assert isinstance(decision, Restart) and decision.batch == BatchDivision(2, 2, 2)
 
 
 def test_backoff_begins_with_the_second_failure_and_doubles() -> None:

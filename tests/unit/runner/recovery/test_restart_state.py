@@ -7,7 +7,7 @@ import pytest
 from runner.errors import ExitCode
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.policy import AttemptRecord, BatchShape, Stop, decide
+from runner.recovery.policy import AttemptRecord, BatchDivision, Stop, decide
 from runner.recovery.restart_state import RestartState
 
 
@@ -18,7 +18,7 @@ def failure(step: int = 3) -> Failure:
 def test_it_survives_being_written_down() -> None:
     spike = Failure(FailureKind.SPIKE, "cause", 0, 3, "LossSpike|3", (2, 3))
     history = [AttemptRecord(failure(), 2), AttemptRecord(spike, 2)]
-    record = RestartState(history, BatchShape(2, 4, 2, 16), running=7, skipped=[(5, 9), (12, 12)], finished="ab12")
+    record = RestartState(history, BatchDivision(2, 4, 2, 16), running=7, skipped=[(5, 9), (12, 12)], finished="ab12")
     assert RestartState.from_json(record.to_json(7).encode()) == record
     assert RestartState.from_json(RestartState().to_json(0)) == RestartState()
 

@@ -20,7 +20,7 @@ from runner.config.schema import Config
 from runner.errors import CheckpointsMissing, RunBusy, StorageFailed, StorageFull, UsageError
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
-from runner.recovery.policy import BatchShape
+from runner.recovery.policy import BatchDivision
 from runner.recovery.restart_state import RestartState, RunnerProcess
 from runner.session import preflight
 from runner.session.identity import JobIdentity, identify
@@ -330,7 +330,7 @@ def test_ranks_that_compute_the_same_samples_count_as_one() -> None:
 def test_samples_are_counted_where_it_is_known_how_steps_are_cut() -> None:
     own, configured = JobIdentity({"job": "script train.py"}), JobIdentity({"job": "the configured job"})
     assert counts_samples(configured, RestartState()) and not counts_samples(own, RestartState())
-    assert counts_samples(own, RestartState(batch=BatchShape(4, 1)))
+    assert counts_samples(own, RestartState(batch=BatchDivision(4, 1)))
 
 
 class Waiting:

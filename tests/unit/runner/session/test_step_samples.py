@@ -8,7 +8,7 @@ import pytest
 
 from checkpointing.agent.events import BatchShape
 from runner.config.schema import Config
-from runner.recovery.policy import BatchShape as PolicyShape
+from runner.recovery.policy import BatchDivision
 from runner.recovery.restart_state import RestartState
 from runner.session.step_samples import StepSamples
 
@@ -72,7 +72,7 @@ def test_samples_that_any_number_of_ranks_can_share() -> None:
 
 def test_what_an_earlier_session_was_told_is_known(tmp_path: Path) -> None:
     config = Config.model_validate({"output_dir": str(tmp_path / "run")})
-    state = RestartState(batch=PolicyShape(2, 2, 1, 8, 2))
+    state = RestartState(batch=BatchDivision(2, 2, 1, 8, 2))
     known = StepSamples.of(
         config, None, RestartState.from_json(state.to_json(1)), config.tiers.catalog, has_script=True
     )

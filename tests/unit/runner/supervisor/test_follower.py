@@ -25,7 +25,7 @@ from runner.peers.messages import (
     Hello,
     PeerMessage,
     Ready,
-    Stop,
+    StopRun,
     Welcome,
 )
 from runner.peers.secret import ensure_secret
@@ -237,7 +237,7 @@ def test_a_leader_that_never_answers_ends_it_with_76(tmp_path: Path, capsys: pyt
 def test_a_stop_request_is_passed_on_and_the_answer_waited_for(tmp_path: Path) -> None:
     bench = Bench(tmp_path, lambda: bench.session.stop.ask("SIGTERM"))
     assert bench.run() is ExitCode.PREEMPTED
-    assert bench.member.sent == [Stop(reason="SIGTERM")]
+    assert bench.member.sent == [StopRun(reason="SIGTERM")]
     assert bench.session.host.now >= 1000.0 + _STOP_PATIENCE_S
 
 
@@ -261,7 +261,7 @@ def test_a_stop_request_without_a_leader_ends_it_at_once(tmp_path: Path) -> None
 
 
 def test_the_leaders_stop_request_is_its_own(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, Stop(reason="node 0: SIGTERM"), Finish(exit_code=75, reason="stopped on request"))
+    bench = Bench(tmp_path, StopRun(reason="node 0: SIGTERM"), Finish(exit_code=75, reason="stopped on request"))
     assert bench.run() is ExitCode.PREEMPTED
     assert bench.session.stop.reason == "node 0: SIGTERM"
 

@@ -18,8 +18,7 @@ from runner.journal.events import NodesChanged, WaitingForNodes
 from runner.lease.leadership import Leadership
 from runner.lease.lease import Lease
 from runner.lease.record import LeaseRecord
-from runner.peers.messages import Begin, Busy, End, Ended, Finish, Forwarded, Hello, Ready, Welcome
-from runner.peers.messages import Stop as StopMessage
+from runner.peers.messages import Begin, Busy, End, Ended, Finish, Forwarded, Hello, Ready, StopRun, Welcome
 from runner.peers.secret import read_secret
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
@@ -220,10 +219,10 @@ def test_all_nodes_learn_that_one_is_busy_once(bench: Bench) -> None:
 
 def test_a_stop_request_passes_through_the_leader(bench: Bench) -> None:
     bench.begin()
-    bench.receive(2, StopMessage(reason="SIGTERM"))
+    bench.receive(2, StopRun(reason="SIGTERM"))
     assert bench.session.stop.reason == "node 2: SIGTERM"
     bench.members.announce_stop(bench.session.stop.reason)
-    assert bench.sent == [StopMessage(reason="node 2: SIGTERM")]
+    assert bench.sent == [StopRun(reason="node 2: SIGTERM")]
 
 
 def test_a_leader_with_a_lease_leaves_without_stopping_the_others(tmp_path: Path) -> None:
@@ -438,7 +437,7 @@ def test_a_node_that_comes_is_admitted_at_a_step_boundary(bench: Bench) -> None:
 
 def test_a_node_that_is_asked_to_stop_leaves_alone(bench: Bench) -> None:
     begin_elastic(bench)
-    bench.receive(1, StopMessage(reason="SIGTERM"))
+    bench.receive(1, StopRun(reason="SIGTERM"))
     assert not bench.session.stop
     bench.members.turn(bench.node)
     assert bench.node.pauses == 1 and bench.node.verdicts == []
@@ -460,7 +459,7 @@ def test_a_node_that_is_asked_to_stop_leaves_alone(bench: Bench) -> None:
 
 def test_its_ranks_may_stop_before_the_leader_turns(bench: Bench) -> None:
     begin_elastic(bench)
-    bench.receive(1, StopMessage(reason="a signal to rank 2"))
+    bench.receive(1, StopRun(reason="a signal to rank 2"))
     for number in (1, 2):
         bench.end_on(number, FailureKind.PREEMPTED)
     joined = bench.members.join(Failure(FailureKind.PREEMPTED, "stopped on request", step=5))
@@ -470,14 +469,14 @@ def test_its_ranks_may_stop_before_the_leader_turns(bench: Bench) -> None:
 def test_where_too_few_would_be_left_all_stop(bench: Bench) -> None:
     gather_elastic(bench, lambda: bench.come(1))
     bench.members.begin(AttemptSpec(1, 2, max_nodes=3))
-    bench.receive(1, StopMessage(reason="SIGTERM"))
+    bench.receive(1, StopRun(reason="SIGTERM"))
     assert bench.session.stop.reason == "node 1: SIGTERM"
 
 
 def test_two_that_leave_together_stop_the_run(bench: Bench) -> None:
     begin_elastic(bench)
-    bench.receive(1, StopMessage(reason="SIGTERM"))
-    bench.receive(2, StopMessage(reason="SIGTERM"))
+    bench.receive(1, StopRun(reason="SIGTERM"))
+    bench.receive(2, StopRun(reason="SIGTERM"))
     assert bench.session.stop.reason == "node 2: SIGTERM"
 
 
@@ -485,7 +484,7 @@ def test_a_spare_that_leaves_disturbs_nobody(bench: Bench) -> None:
     gather_elastic(bench, lambda: bench.come(1))
     bench.members.begin(AttemptSpec(1, 2, max_nodes=3))
     bench.come(2)
-    bench.receive(2, StopMessage(reason="SIGTERM"))
+    bench.receive(2, StopRun(reason="SIGTERM"))
     assert kinds(bench, Finish)[2].exit_code == 75
     bench.members.turn(bench.node)
     assert bench.node.pauses == 0 and not bench.session.stop
@@ -493,7 +492,7 @@ def test_a_spare_that_leaves_disturbs_nobody(bench: Bench) -> None:
 
 def test_a_stop_of_the_run_is_no_change_of_nodes(bench: Bench) -> None:
     begin_elastic(bench)
-    bench.receive(1, StopMessage(reason="SIGTERM"))
+    bench.receive(1, StopRun(reason="SIGTERM"))
     bench.session.stop.ask("SIGINT")
     for number in (1, 2):
         bench.end_on(number, FailureKind.PREEMPTED)
@@ -502,5 +501,5 @@ def test_a_stop_of_the_run_is_no_change_of_nodes(bench: Bench) -> None:
 
 def test_a_run_of_a_fixed_size_stops_as_before(bench: Bench) -> None:
     bench.begin()
-    bench.receive(1, StopMessage(reason="SIGTERM"))
+    bench.receive(1, StopRun(reason="SIGTERM"))
     assert bench.session.stop.reason == "node 1: SIGTERM"

@@ -9,7 +9,7 @@ import pytest
 from journals import event
 from node_fakes import FakeNode, FakeSession
 
-from checkpointing.agent.events import Fenced
+from checkpointing.agent.events import FencedEvent
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local_sidecars import LocalSidecars
 from checkpointing.storage.object_store import StorageTimeout
@@ -75,7 +75,7 @@ def test_the_agent_writes_the_state_or_without_one_this_process(tmp_path: Path) 
 def test_a_fenced_runner_writes_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.node.has_agent = False
-    bench.node.checkpoints.handle(Fenced(reason="attempt 9 has begun elsewhere"))
+    bench.node.checkpoints.handle(FencedEvent(reason="attempt 9 has begun elsewhere"))
     bench.record.keep(bench.node, 1)
     assert not bench.node.notes and bench.storage.sidecars.read_restart_state() is None
 

@@ -7,8 +7,8 @@ from datasets import Dataset
 
 from checkpointing.process import device
 from runner.config.schema import DataConfig
-from runner.training.data import BUNDLED, load_training_data
 from runner.training.model import choose_attention, trained_tokenizer
+from runner.training.training_data import BUNDLED, load_training_data
 
 
 def test_the_bundled_data_is_clean(tmp_path: Path) -> None:

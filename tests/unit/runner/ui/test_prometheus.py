@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from checkpointing.agent.events import SlowRanks
 from runner.errors import UsageError
 from runner.journal.journal import Journal
-from runner.journal.ledger import Attempt, NodeChange
+from runner.journal.ledger import AttemptAccount, NodeChange
 from runner.journal.summary import RunState, RunSummary
 from runner.ui.prometheus import RunCollector, metrics, serve
 
@@ -92,7 +92,7 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
 
 def test_failures_are_counted_by_class() -> None:
     attempts = [
-        Attempt(number=number, began=0.0, kind=kind)
+        AttemptAccount(number=number, began=0.0, kind=kind)
         for number, kind in enumerate(("crashed", "hung", "crashed", "finished"))
     ]
     samples = families(RunSummary(attempts=attempts))["runner_restarts"].samples

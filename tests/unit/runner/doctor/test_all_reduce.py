@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.doctor import ranks
+from runner.doctor import all_reduce as ranks
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from transformers import TrainerState
 
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.transformers.start import Start, choose_start
+from checkpointing.transformers.starting_point import Start, choose_start
 
 STATE = json.dumps(dataclasses.asdict(TrainerState(global_step=20, epoch=1.0))).encode()
 

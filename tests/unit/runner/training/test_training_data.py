@@ -11,8 +11,8 @@ import pytest
 from datasets import Dataset
 
 from runner.config.schema import DataConfig
-from runner.training.data import load_training_data
 from runner.training.failure_report import is_transient
+from runner.training.training_data import load_training_data
 
 GOOD = {"prompt": "a", "completion": "b"}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

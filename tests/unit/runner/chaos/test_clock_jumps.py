@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infra.parts import lacks
 
-from runner.chaos.clock import Clock
+from runner.chaos.clock_jumps import Clock
 
 PROCESS = """
 import datetime, multiprocessing, sys, threading, time

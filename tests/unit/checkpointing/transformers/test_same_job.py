@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from restore_points import point
 from transformers import Trainer
 
-from checkpointing.data.layout import StepLayout
+from checkpointing.data.step_layout import StepLayout
 from checkpointing.errors import CheckpointError
 from checkpointing.host.environment import ALLOW_CHANGES_ENV
-from checkpointing.transformers.job import (
+from checkpointing.transformers.same_job import (
     check_same_job,
     check_samples_per_step,
     cut_micro_batches,

@@ -1,4 +1,4 @@
-"""`python -m runner.training.model_shape CONFIG` prints the sizes of the configured model as JSON.
+"""`python -m runner.training.measure_model CONFIG` prints the sizes of the configured model as JSON.
 
 It is its own process, because the commands that need the sizes run without torch.
 """
@@ -57,7 +57,6 @@ def model_shape(config: Config) -> dict[str, Any]:
         "hidden": model_config.hidden_size,
         "intermediate": getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size,
         "heads": model_config.num_attention_heads,
-        "kv_heads": getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads,
         "vocab": model_config.vocab_size,
     }
     lora = adapter_config(config.method.model_copy(update={"type": "lora"}))

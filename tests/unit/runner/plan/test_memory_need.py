@@ -11,23 +11,23 @@ import pytest
 from runner.config.load import load_config
 from runner.config.schema import Config
 from runner.plan.advice import choose, options
-from runner.plan.memory import Job, estimate
+from runner.plan.memory_need import PlannedJob, estimate
 from runner.plan.model_shape import ModelShape
 
 # Llama 2 7B.
 MODEL = ModelShape(
     parameters=6_738_415_616, tensors=291, linear=6_476_005_376, largest_layer=202_383_360, layers=32, hidden=4096,
-    intermediate=11008, heads=32, kv_heads=32, vocab=32000, adapter=40_000_000, adapter_tensors=448,
+    intermediate=11008, heads=32, vocab=32000, adapter=40_000_000, adapter_tensors=448,
     base_bytes=500_000_000,
 )  # fmt: skip
 P = MODEL.parameters
 CONFIG = Path(__file__).parents[4] / "deploy" / "configs" / "smollm3-3b.yaml"
 
 
-def job(loaded: bool = True, ranks: int = 8, **trainer: Any) -> Job:
+def job(loaded: bool = True, ranks: int = 8, **trainer: Any) -> PlannedJob:
     trainer = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 1024, **trainer}
     config = Config.model_validate({"trainer": trainer, "model": {"name_or_path": "llama" if loaded else None}})
-    return Job.of(config, ranks, ranks, on_gpu=True)
+    return PlannedJob.of(config, ranks, ranks, on_gpu=True)
 
 
 def test_ddp() -> None:
@@ -67,12 +67,12 @@ def test_a_mesh_cuts_the_linear_layers_and_then_shards() -> None:
         {"strategy": {"tp": 2, "dp_shard": 2}, "trainer": {"bf16": True}, "model": {"name_or_path": "llama"}}
     )
     cut = (P - MODEL.linear + MODEL.linear // 2) // 2
-    need = estimate(MODEL, Job.of(config, 8, 8, on_gpu=True))
+    need = estimate(MODEL, PlannedJob.of(config, 8, 8, on_gpu=True))
     assert (need.weights, need.gradients, need.optimizer) == (2 * cut, 2 * cut, 4 * cut)
     # Two replicas on the node, which has the state once.
     assert need.checkpoint_bytes == 6 * P and need.arenas == 2 * 6 * P
-    assert need.activations < estimate(MODEL, Job.of(Config(), 8, 8, on_gpu=True)).activations
-    alone = estimate(MODEL, dataclasses.replace(Job.of(config, 8, 8, on_gpu=True), dp_shard=1))
+    assert need.activations < estimate(MODEL, PlannedJob.of(Config(), 8, 8, on_gpu=True)).activations
+    alone = estimate(MODEL, dataclasses.replace(PlannedJob.of(config, 8, 8, on_gpu=True), dp_shard=1))
     assert (alone.weights, alone.buckets) == (2 * (P - MODEL.linear + MODEL.linear // 2), 0)
 
 
@@ -130,11 +130,11 @@ def test_the_reference_job_fits_the_card_that_it_was_run_on() -> None:
     """SmolLM3-3B, batch 28 on L40S cards of 48 GB: 42 GB were reported. The whole output alone would take 51 GB."""
     smollm3 = ModelShape(
         parameters=3_075_098_624, tensors=326, linear=2_812_280_832, largest_layer=78_123_008, layers=36, hidden=2048,
-        intermediate=11008, heads=16, kv_heads=4, vocab=128_256, adapter=30_000_000, adapter_tensors=504,
+        intermediate=11008, heads=16, vocab=128_256, adapter=30_000_000, adapter_tensors=504,
         base_bytes=500_000_000,
     )  # fmt: skip
     config = load_config(str(CONFIG), {}, [])
-    need = estimate(smollm3, Job.of(config, 2, 1, on_gpu=True))
+    need = estimate(smollm3, PlannedJob.of(config, 2, 1, on_gpu=True))
     assert need.peak_bytes == pytest.approx(42e9, rel=0.15) and need.peak_bytes < 48e9
     assert need.logits < 2e9
 

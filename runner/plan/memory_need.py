@@ -34,7 +34,7 @@ _MAX_LENGTH = 1024
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """What determines memory, besides the model.
 
     Attributes:
@@ -86,7 +86,7 @@ class Job:
         return of.get(self.strategy, self.tp * self.dp_shard)
 
     @classmethod
-    def of(cls, config: Config, ranks: int, local_ranks: int, *, on_gpu: bool) -> Job:
+    def of(cls, config: Config, ranks: int, local_ranks: int, *, on_gpu: bool) -> PlannedJob:
         """Return the job that `runner start` would run.
 
         Args:
@@ -129,7 +129,7 @@ class Job:
             offloads=(zero.get("offload_optimizer") or {}).get("device") == "cpu",
         )
 
-    def by(self, method: str, strategy: str) -> Job:
+    def by(self, method: str, strategy: str) -> PlannedJob:
         """Return the same job with another method and strategy."""
         tp, dp_shard = (self.tp, self.dp_shard) if strategy == "mesh" else (1, 1)
         return replace(self, method=method, strategy=strategy, tp=tp, dp_shard=dp_shard)
@@ -177,7 +177,7 @@ class Need:
         return self.host_base if self.on_gpu else self.peak_bytes - self.arenas
 
 
-def estimate(model: ModelShape, job: Job) -> Need:
+def estimate(model: ModelShape, job: PlannedJob) -> Need:
     """Estimate the memory of a rank.
 
     Args:
@@ -234,7 +234,7 @@ def estimate(model: ModelShape, job: Job) -> Need:
     )
 
 
-def _mesh(model: ModelShape, job: Job) -> tuple[int, int, int, int, int]:
+def _mesh(model: ModelShape, job: PlannedJob) -> tuple[int, int, int, int, int]:
     """Return the bytes of weights, gradients, optimizer and buckets of a rank of a mesh, and of a checkpoint.
 
     Tensor parallelism cuts the linear layers; the rest (embeddings, norms) is whole on each of its ranks. FSDP2 shards
@@ -254,7 +254,7 @@ def _mesh(model: ModelShape, job: Job) -> tuple[int, int, int, int, int]:
     return own * size, own * size, own * moments, buckets, model.parameters * (size + moments)
 
 
-def _zero(model: ModelShape, job: Job, trained: int) -> tuple[int, int, int, int, int]:
+def _zero(model: ModelShape, job: PlannedJob, trained: int) -> tuple[int, int, int, int, int]:
     """Return the bytes of weights, gradients, optimizer and buckets of a rank under ZeRO, and of a checkpoint.
 
     The model is in the type that it computes in; the ranks share a copy in full precision, and the moments of that
@@ -281,7 +281,7 @@ def _zero(model: ModelShape, job: Job, trained: int) -> tuple[int, int, int, int
     )
 
 
-def _activations(model: ModelShape, job: Job) -> int:
+def _activations(model: ModelShape, job: PlannedJob) -> int:
     """Return the bytes that the forward pass stores for the backward pass."""
     tokens, size = job.micro_batch * job.length, job.compute_bytes
     # Two norms (input, normalised, scaled) in fp32; queries, keys and values of every head, the output of attention,
@@ -302,7 +302,7 @@ def _activations(model: ModelShape, job: Job) -> int:
     return model.layers * tokens * model.hidden * size + layer + passing
 
 
-def _logits(model: ModelShape, job: Job) -> int:
+def _logits(model: ModelShape, job: PlannedJob) -> int:
     """Return the bytes of TRL's loss: one tile of the output at a time, and gradients that are summed in fp32.
 
     On a GPU a kernel computes the tile's gradient in place (`ChunkedLogProbFunction` of trl 1.16).
