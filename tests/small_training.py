@@ -19,7 +19,7 @@ from checkpointing.process.device import Device
 from checkpointing.process.pinning import Pinning
 from checkpointing.process.ranks import Ranks
 from checkpointing.process.trees import tensors_in
-from checkpointing.snapshot.request import Request
+from checkpointing.snapshot.request import SnapshotRequest
 from checkpointing.snapshot.schedule import SnapshotSchedule
 from checkpointing.state.train_state import TrainState
 
@@ -222,7 +222,7 @@ class SmallTraining:
         self.snapshotter.settle()
         self.step_number += 1
         self.expected[self.step_number] = self.state()
-        request = Request(self.step_number, 0, {}, {}, Retention(1), {}, wait=True, commit=False)
+        request = SnapshotRequest(self.step_number, 0, {}, {}, Retention(1), {}, wait=True, commit=False)
         self.snapshotter.take(self.train_state, request, {})
 
     def close(self) -> None:

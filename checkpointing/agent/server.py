@@ -118,7 +118,7 @@ class Agent:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def _handle(self, client: Client, message: Message) -> None:
+    def _handle(self, client: Client, message: Message) -> None:  # noqa: C901 - A table of requests.
         match message.get("do"):
             case "hello":
                 self._hello(client, message)

@@ -48,29 +48,11 @@ def export_checkpoint(
         CheckpointError: The directory exists, or cannot be written.
     """
     manifest = storage.read_manifest(step)
-    if directory.resolve() == Path.cwd():
-        raise CheckpointError("the current directory is not replaced; name a new one")
-    if _is_a_checkpoints(directory, storage.directory(step)):
-        raise CheckpointError(f"{directory} is among the run's checkpoints; choose another directory")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(f"{directory} exists already; choose another directory")
+    _check_new(directory, storage.directory(step))
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-
-    def counted(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        for piece in pieces:
-            yield piece
-            copied(len(piece))
-
     try:
         temporary.mkdir(parents=True)
-        for file in manifest.files:
-            if manifest.is_sharded and file.name.startswith(FOLDER):
-                continue
-            digest = RunningDigest(algorithm_of(file.digest))
-            (temporary / file.name).parent.mkdir(parents=True, exist_ok=True)
-            write_file(temporary / file.name, digesting(counted(pieces_of(storage.file(manifest, file.name))), digest))
-            if digest.result() != file.digest:
-                raise InvalidCheckpoint(storage.describe(step), f"{file.name} was altered: its digest differs")
+        _copy_files(storage, manifest, temporary, copied)
         if manifest.is_sharded:
             _put_together(storage, manifest, temporary, copied)
         if directory.exists():
@@ -83,6 +65,33 @@ def export_checkpoint(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return manifest
+
+
+def _check_new(directory: Path, checkpoint: Path | None) -> None:
+    if directory.resolve() == Path.cwd():
+        raise CheckpointError("the current directory is not replaced; name a new one")
+    if _is_a_checkpoints(directory, checkpoint):
+        raise CheckpointError(f"{directory} is among the run's checkpoints; choose another directory")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(f"{directory} exists already; choose another directory")
+
+
+def _copy_files(storage: Storage, manifest: Manifest, target: Path, copied: Callable[[int], None]) -> None:
+    """Copy the files that are not spread over shards, and compare their digests."""
+
+    def counted(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        for piece in pieces:
+            yield piece
+            copied(len(piece))
+
+    for file in manifest.files:
+        if manifest.is_sharded and file.name.startswith(FOLDER):
+            continue
+        digest = RunningDigest(algorithm_of(file.digest))
+        (target / file.name).parent.mkdir(parents=True, exist_ok=True)
+        write_file(target / file.name, digesting(counted(pieces_of(storage.file(manifest, file.name))), digest))
+        if digest.result() != file.digest:
+            raise InvalidCheckpoint(storage.describe(manifest.step), f"{file.name} was altered: its digest differs")
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,7 @@ def commit_snapshot(
             transaction = storage.begin(info.step, info.attempt, split.split.identity if split is not None else "")
         if split is not None:
             split.begin(transaction)
-        write = functools.partial(_write, transaction, split)
-        if at_once == 1:
-            sizes = list(map(write, files))
-        else:
-            with ThreadPoolExecutor(at_once, "checkpoint-write") as pool:
-                sizes = list(pool.map(write, files))
+        sizes = _write_all(functools.partial(_write, transaction, split), files, at_once)
         if split is not None:
             split.complete(is_current)
         entries = [FileEntry(file.name, size, file.digest()) for file, size in zip(files, sizes, strict=True)]
@@ -106,6 +101,13 @@ def commit_snapshot(
     finally:
         if transaction is not None:
             transaction.abort()
+
+
+def _write_all(write: Callable[[StagedFile], int], files: Sequence[StagedFile], at_once: int) -> list[int]:
+    if at_once == 1:
+        return list(map(write, files))
+    with ThreadPoolExecutor(at_once, "checkpoint-write") as pool:
+        return list(pool.map(write, files))
 
 
 def _write(transaction: Transaction, split: SplitSave | None, file: StagedFile) -> int:

@@ -14,6 +14,7 @@ import torch
 # Levels of attributes that are searched for generators.
 _MAX_DEPTH = 2
 _MAX_ITEMS = 64
+_CONTAINERS = (list, tuple, dict)
 _SIMPLE = (int, float, str, bool, type(None))
 _NUMPY_BIT_GENERATORS = (
     np.random.MT19937,
@@ -33,7 +34,7 @@ def generators_of(*owners: object) -> Iterator[tuple[str, Any]]:
     # Depth that was left when each object was searched.
     seen: dict[int, int] = {}
 
-    def walk(owner: object, path: str, depth: int, *, in_items: bool = False) -> Iterator[tuple[str, Any]]:
+    def walk(owner: object, path: str, depth: int, in_items: bool) -> Iterator[tuple[str, Any]]:
         if seen.get(id(owner), -1) >= depth:
             return
         is_new, seen[id(owner)] = id(owner) not in seen, depth
@@ -41,26 +42,30 @@ def generators_of(*owners: object) -> Iterator[tuple[str, Any]]:
             seen[id(owner)] = _MAX_DEPTH
             if is_new:
                 yield path, owner
-        elif isinstance(owner, functools.partial):
-            for number, value in enumerate([owner.func, *owner.args, *owner.keywords.values()]):
-                yield from walk(value, f"{path}({number})", depth, in_items=in_items)
-        elif isinstance(owner, (list, tuple, dict)):
-            # Such as the transforms of a composition. Long ones, and those inside others, are data.
-            items = owner.values() if isinstance(owner, dict) else owner
-            for number, value in enumerate(items) if len(owner) <= _MAX_ITEMS and not in_items else ():
-                if not isinstance(value, _SIMPLE):
-                    yield from walk(value, f"{path}[{number}]", depth, in_items=True)
-        elif depth and not isinstance(owner, (type, types.ModuleType, torch.Tensor, torch.nn.Module)):
-            attributes = [
-                (name, value) for name, value in _attributes_of(owner).items() if not isinstance(value, _SIMPLE)
-            ]
-            # Containers last: what is found in both ways has the path of the attribute.
-            for name, value in sorted(attributes, key=lambda one: isinstance(one[1], (list, tuple, dict))):
-                is_container = isinstance(value, (list, tuple, dict))
-                yield from walk(value, f"{path}.{name}", depth if is_container else depth - 1, in_items=in_items)
+        else:
+            for value, name, left, is_item in _parts_of(owner, depth, in_items):
+                yield from walk(value, path + name, left, is_item)
 
     for number, owner in enumerate(owners):
-        yield from walk(owner, str(number), _MAX_DEPTH)
+        yield from walk(owner, str(number), _MAX_DEPTH, False)
+
+
+def _parts_of(owner: object, depth: int, in_items: bool) -> Iterator[tuple[object, str, int, bool]]:
+    """Yield what an object holds: the value, its name, the depth that is left, and whether it is in a container."""
+    if isinstance(owner, functools.partial):
+        for number, value in enumerate([owner.func, *owner.args, *owner.keywords.values()]):
+            yield value, f"({number})", depth, in_items
+    elif isinstance(owner, _CONTAINERS):
+        # Such as the transforms of a composition. Long ones, and those inside others, are data.
+        items = owner.values() if isinstance(owner, dict) else owner
+        for number, value in enumerate(items) if len(owner) <= _MAX_ITEMS and not in_items else ():
+            if not isinstance(value, _SIMPLE):
+                yield value, f"[{number}]", depth, True
+    elif depth and not isinstance(owner, (type, types.ModuleType, torch.Tensor, torch.nn.Module)):
+        attributes = [(name, value) for name, value in _attributes_of(owner).items() if not isinstance(value, _SIMPLE)]
+        # Containers last: what is found in both ways has the path of the attribute.
+        for name, value in sorted(attributes, key=lambda one: isinstance(one[1], _CONTAINERS)):
+            yield value, f".{name}", depth if isinstance(value, _CONTAINERS) else depth - 1, in_items
 
 
 def _attributes_of(owner: object) -> dict[str, Any]:

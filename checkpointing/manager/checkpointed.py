@@ -30,7 +30,7 @@ from checkpointing.process import rng
 from checkpointing.process.flag_sync import FlagSync
 from checkpointing.process.ranks import Ranks
 from checkpointing.snapshot.cadence import CadenceClock
-from checkpointing.snapshot.request import Request, SmallFile
+from checkpointing.snapshot.request import SmallFile, SnapshotRequest
 
 logger = logging.getLogger("checkpointing")
 
@@ -219,7 +219,7 @@ class CheckpointedTraining(RestorableTraining):
         own = {**(files or {}), rng.file_name(self.rank, self.world_size): generators_file, **self._positions.files()}
         finite = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
         shared = {**(shared_files or {}), **self._buckets.files()}
-        request = Request(step, samples_consumed, own, shared, self.retention, finite, wait=wait, commit=commit)
+        request = SnapshotRequest(step, samples_consumed, own, shared, self.retention, finite, wait=wait, commit=commit)
         with self._heartbeat.during(Phase.SAVING, step):
             self._snapshotter.take(self._train_state, request, self.static_files)
 

@@ -15,7 +15,7 @@ from checkpointing.files.file_images import FileImage, pieces
 from checkpointing.format.digest import RunningDigest, digesting
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.process.device import Device
-from checkpointing.snapshot.request import Request
+from checkpointing.snapshot.request import SnapshotRequest
 
 _WINDOW_BYTES = 32 * 1024 * 1024
 
@@ -38,7 +38,7 @@ class DirectCommit:
         self.error: str | None = None
         self.step = -1
 
-    def commit(self, request: Request, images: Sequence[FileImage], device: Device) -> None:
+    def commit(self, request: SnapshotRequest, images: Sequence[FileImage], device: Device) -> None:
         """Write the files, publish the outcome, and have old checkpoints pruned; a failure is kept in `error`."""
         began = time.monotonic()
         self.error, nbytes = self._write(request, images, device)
@@ -51,7 +51,7 @@ class DirectCommit:
         self._client.announce(Committed(step=step, tier=tier, nbytes=nbytes, duration_s=duration, cpu_s=duration))
         self._client.prune(request.retention)
 
-    def _write(self, request: Request, images: Sequence[FileImage], device: Device) -> tuple[str | None, int]:
+    def _write(self, request: SnapshotRequest, images: Sequence[FileImage], device: Device) -> tuple[str | None, int]:
         """Return why the files could not be committed, or None, and how many bytes were."""
         if any(image.own for image in images):
             return (

@@ -13,7 +13,7 @@ SmallFile = bytes | Callable[[], bytes]
 
 
 @dataclass(frozen=True)
-class Request:
+class SnapshotRequest:
     """A request for a snapshot; see `CheckpointManager.save`.
 
     Attributes:
@@ -53,7 +53,7 @@ class PendingSnapshot:
         look: The same before the next optimizer step; None as long as there was none.
     """
 
-    request: Request
+    request: SnapshotRequest
     overlapped: bool
     was_staged: bool = True
     compute_s: float | None = None

@@ -21,7 +21,7 @@ from checkpointing.snapshot.buddy_copies import BuddyCopies, has_buddies
 from checkpointing.snapshot.cadence import CostModel
 from checkpointing.snapshot.copy_thread import Copy, CopyThread
 from checkpointing.snapshot.direct_commit import DirectCommit
-from checkpointing.snapshot.request import PendingSnapshot, Request
+from checkpointing.snapshot.request import PendingSnapshot, SnapshotRequest
 from checkpointing.snapshot.snapshot_copy import SnapshotCopy
 from checkpointing.state.captured_state import CapturedState
 from checkpointing.state.expected_size import expected_bytes
@@ -127,7 +127,7 @@ class SnapshotSchedule:
             self._maker.buddies = BuddyCopies(self._client, ranks.with_new_group())
         self._copy_thread.submit(functools.partial(self._maker.reserve, nbytes))
 
-    def take(self, train_state: TrainState, request: Request, static_files: Mapping[str, bytes]) -> None:
+    def take(self, train_state: TrainState, request: SnapshotRequest, static_files: Mapping[str, bytes]) -> None:
         """Snapshot the state; return when training may go on.
 
         A snapshot that is not to be committed is skipped while much memory is being reserved and pinned, which takes

@@ -31,7 +31,7 @@ from checkpointing.process.ranks import Ranks
 from checkpointing.snapshot.buddy_copies import BuddyCopies
 from checkpointing.snapshot.copy_thread import Copy
 from checkpointing.snapshot.direct_commit import DirectCommit
-from checkpointing.snapshot.request import PendingSnapshot, SmallFile
+from checkpointing.snapshot.request import PendingSnapshot, SmallFile, SnapshotRequest
 from checkpointing.state.captured_state import CapturedState, completed
 from checkpointing.state.rank_files import differing_buffers, own_objects
 from checkpointing.state.replicas import ReplicaComparison
@@ -64,6 +64,23 @@ class _Layout:
     splittable: tuple[str, ...] = ()
     guests: frozenset[str] = frozenset()
     not_finite: Callable[[], list[str]] = list
+
+
+@dataclass(frozen=True)
+class _Acquired:
+    """An arena that is being filled.
+
+    Attributes:
+        placed: The files, with their places in it.
+        number: Of the arena.
+        buffer: Its memory.
+        split: The save, where other nodes hold the same snapshot and write parts of it.
+    """
+
+    placed: list[PlacedFile]
+    number: int
+    buffer: memoryview
+    split: ReplicatedSave | None
 
 
 class SnapshotCopy:
@@ -116,19 +133,59 @@ class SnapshotCopy:
     ) -> None:
         """Make the snapshot of a captured state; `copy` tells the training thread how far this has come."""
         cpu_began = time.thread_time()
-        request, ranks = pending.request, self._ranks
-        state = completed(state, ranks)
+        request = pending.request
+        state = completed(state, self._ranks)
         layout = self._lay_out(pending, state, static_files)
+        if changed := self._num_changed(pending, state, layout):
+            self._drop_torn(pending, f"{changed} tensors were")
+            copy.copied()
+            return
+        acquired = self._acquire(request, layout)
+        if isinstance(acquired, Refusal):
+            pending.was_staged = False
+            if acquired is Refusal.NO_MEMORY and request.commit and self._ranks.is_first:
+                self._direct.commit(request, layout.images, copy.device)
+            copy.copied()
+            return
+        failpoint("snapshot.copying")
+        names = _finite_storages(state) if self._check_finite else {}
+        sums = SourceSum({address: kind for address, (_, kind) in names.items()})
+        extents = self._copy_share(pending, acquired.placed, layout.num_foreign, acquired.buffer, copy, sums)
+        copy.copied_s = time.thread_time() - cpu_began
+        copy.copied(state.changed)
+        why_not = self._why_unusable(pending, copy, extents, acquired.buffer)
+        not_finite = list[str]()
+        if why_not is None:
+            not_finite = [names[address][0] for address in sums.not_finite()] + layout.not_finite()
+        if not_finite:
+            pending.was_staged = False
+        if layout.together is not None:
+            why_not = self._everyones_reason(pending, why_not, not_finite)
+        if why_not is None:
+            self._stage(request, layout, acquired, sums, not_finite)
+        else:
+            self._client.abandon(request.step, acquired.number, why_not)
+        # The rank that finds it ends by itself: others may have no memory for the snapshot, and not be here.
+        if not_finite:
+            raise NonFinite(request.step, not_finite)
+
+    def _num_changed(self, pending: PendingSnapshot, state: CapturedState, layout: _Layout) -> int:
+        """Compare the replicas; return how many tensors have changed meanwhile, so that nothing was compared.
+
+        Raises:
+            ReplicasDrifted: They differ.
+        """
+        if self._ranks.group is None or not self._check_replicas:
+            return 0
+        count_changed = state.changed if pending.overlapped else int
+        changed = self._replicas.check_equal(pending.request.step, state, layout.optimizer, count_changed)
+        if state.parts and not changed:
+            changed = self._replicas.check_parts_equal(pending.request.step, state, count_changed)
+        return changed
+
+    def _acquire(self, request: SnapshotRequest, layout: _Layout) -> _Acquired | Refusal:
+        """Have an arena for the files, on all nodes or on none where these are spread."""
         placed, nbytes = file_images.place(layout.images)
-        if ranks.group is not None and self._check_replicas:
-            count_changed = state.changed if pending.overlapped else int
-            changed = self._replicas.check_equal(request.step, state, layout.optimizer, count_changed)
-            if state.parts and not changed:
-                changed = self._replicas.check_parts_equal(request.step, state, count_changed)
-            if changed:
-                self._drop_torn(pending, f"{changed} tensors were")
-                copy.copied()
-                return
         acquired = self._client.acquire(request.step, nbytes, wait=request.wait, is_urgent=request.commit)
         split = None
         if layout.together is not None:
@@ -141,44 +198,30 @@ class SnapshotCopy:
                 acquired = self._agreed(request.step, self._client.acquire(request.step, nbytes, wait=request.wait))
         elif request.commit and layout.splittable:
             split = self._agreed_split(layout.splittable, has_memory=not isinstance(acquired, Refusal))
-        if isinstance(acquired, Refusal):
-            pending.was_staged = False
-            if acquired is Refusal.NO_MEMORY and request.commit and ranks.is_first:
-                self._direct.commit(request, layout.images, copy.device)
-            copy.copied()
-            return
-        number, buffer = acquired
-        failpoint("snapshot.copying")
-        names = _finite_storages(state) if self._check_finite else {}
-        sums = SourceSum({address: kind for address, (_, kind) in names.items()})
-        extents = self._copy_share(pending, placed, layout.num_foreign, buffer, copy, sums)
-        copy.copied_s = time.thread_time() - cpu_began
-        copy.copied(state.changed)
-        why_not = self._why_unusable(pending, copy, extents, buffer)
-        # The rank that finds it ends by itself: others may have no memory for the snapshot, and not be here.
-        not_finite = [names[address][0] for address in sums.not_finite()] if why_not is None else []
-        not_finite += layout.not_finite() if why_not is None else []
-        if not_finite:
-            pending.was_staged = False
-        if layout.together is not None:
-            # Of what is spread over nodes, none has enough for a post-mortem.
-            why_not = f"it is not finite: {listed(not_finite)}" if not_finite else why_not
-            why_not = next(filter(None, ranks.gather(why_not)), None)
-            pending.was_staged = why_not is None
-        if why_not is not None:
-            self._client.abandon(request.step, number, why_not)
-            if not_finite:
-                raise NonFinite(request.step, not_finite)
-            return
+        return acquired if isinstance(acquired, Refusal) else _Acquired(placed, *acquired, split)
+
+    def _everyones_reason(self, pending: PendingSnapshot, why_not: str | None, not_finite: Sequence[str]) -> str | None:
+        """Return why some node cannot use its share of a snapshot that is spread; None if all can."""
+        # Of what is spread over nodes, none has enough for a post-mortem.
+        why_not = f"it is not finite: {listed(not_finite)}" if not_finite else why_not
+        why_not = next(filter(None, self._ranks.gather(why_not)), None)
+        pending.was_staged = why_not is None
+        return why_not
+
+    def _stage(
+        self, request: SnapshotRequest, layout: _Layout, acquired: _Acquired, sums: SourceSum, not_finite: Sequence[str]
+    ) -> None:
+        """Hand the copied snapshot to the agent, and have copies of shards made on other nodes."""
+        ranks, placed, buffer = self._ranks, acquired.placed, acquired.buffer
         literals = file_images.placed_literals(placed) if ranks.local_rank == 0 else []
         file_images.copy_literals(literals, buffer)
         failpoint("snapshot.copied")
         # What training waits for is about to be in storage, and to be the last.
         is_last = request.commit and request.wait
-        buddies = self.buddies if layout.guests and not is_last else None
+        buddies = self.buddies if layout.guests and not is_last and not not_finite else None
         self._client.staged(
             request.step,
-            number,
+            acquired.number,
             [
                 (file.image.name, file.offset, file.image.nbytes)
                 for file in placed
@@ -190,13 +233,11 @@ class SnapshotCopy:
             metrics=request.metrics,
             commit=request.commit,
             together=layout.together,
-            split=split,
+            split=acquired.split,
             receives=buddies is not None,
             words=sums.total(buffer, literals),
             not_finite=not_finite,
         )
-        if not_finite:
-            raise NonFinite(request.step, not_finite)
         if buddies is not None:
             own, guest = (
                 next(file for file in placed if file.image.name == shard_name(rank))
@@ -204,7 +245,7 @@ class SnapshotCopy:
             )
             buddies.exchange(
                 request.step,
-                number,
+                acquired.number,
                 buffer[own.offset : own.offset + own.image.nbytes],
                 buffer[guest.offset : guest.offset + guest.image.nbytes],
                 guest.offset,

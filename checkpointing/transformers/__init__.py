@@ -111,37 +111,15 @@ def resilient(
         ValueError: An option has a value that is not allowed.
     """
     retention_of(retention, resilient)
-    # Before 5.3, transformers' training loop is one method, which cannot be overridden in part.
-    if not hasattr(Trainer, "_run_epoch"):
-        raise CheckpointError(
-            f"transformers {transformers.__version__} is too old for resilient(); install 5.3 or newer, or use "
-            "CheckpointManager in your own loop"
-        )
-    check_deepspeed(trainer)
-    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        raise CheckpointError("FSDP1 is not supported by resilient(); use FSDP2: fsdp_config version 2")
-    if (kind := _unsupported_parallelism(trainer)) is not None:
-        raise CheckpointError(
-            f"{kind} parallelism is not supported by resilient() yet: use DDP, FSDP2 or tensor parallelism, or "
-            "CheckpointManager in your own loop"
-        )
+    _check_trainer(trainer)
+    if save_steps not in (None, "auto"):
+        raise ValueError(f"resilient(save_steps={save_steps!r}) is not allowed; set args.save_steps, or use 'auto'")
     if trainer.args.load_best_model_at_end and save_steps == "auto":
         raise ValueError(
             "resilient(save_steps='auto') cannot be combined with load_best_model_at_end, which needs save_strategy"
         )
-    if spike_zscore is not None and (spike_zscore <= 0 or trainer.args.fp16):
-        raise ValueError(
-            f"resilient(spike_zscore={spike_zscore}) is not allowed; use a number above 0, for example 8, and bf16 "
-            "instead of fp16, whose scaler skips such steps itself"
-        )
-    if shuffle_samples is not None and shuffle_samples < 1:
-        raise ValueError(f"resilient(shuffle_samples={shuffle_samples}) is not allowed; use a number from 1, or None")
-    if shuffle_samples is not None and not seekable_stream:
-        raise ValueError("resilient(shuffle_samples=...) needs seekable_stream=True")
-    if save_steps not in (None, "auto"):
-        raise ValueError(f"resilient(save_steps={save_steps!r}) is not allowed; set args.save_steps, or use 'auto'")
-    if isinstance(trainer, ResilientMixin):
-        raise ValueError("resilient() was called on this trainer already")
+    _check_spikes(trainer, spike_zscore)
+    _check_stream(shuffle_samples, seekable_stream=seekable_stream)
     if save_steps == "auto":
         trainer.args.save_strategy = SaveStrategy.NO
     best_metric, greater_is_better = best_by(trainer.args.metric_for_best_model, trainer.args.greater_is_better)
@@ -182,6 +160,46 @@ def resilient(
         ),
     )
     return trainer
+
+
+def _check_trainer(trainer: Trainer) -> None:
+    """Check that a trainer's kind of training is supported.
+
+    Raises:
+        CheckpointError: It is not, or transformers is too old.
+        ValueError: The trainer is resilient already.
+    """
+    # Before 5.3, transformers' training loop is one method, which cannot be overridden in part.
+    if not hasattr(Trainer, "_run_epoch"):
+        raise CheckpointError(
+            f"transformers {transformers.__version__} is too old for resilient(); install 5.3 or newer, or use "
+            "CheckpointManager in your own loop"
+        )
+    check_deepspeed(trainer)
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise CheckpointError("FSDP1 is not supported by resilient(); use FSDP2: fsdp_config version 2")
+    if (kind := _unsupported_parallelism(trainer)) is not None:
+        raise CheckpointError(
+            f"{kind} parallelism is not supported by resilient() yet: use DDP, FSDP2 or tensor parallelism, or "
+            "CheckpointManager in your own loop"
+        )
+    if isinstance(trainer, ResilientMixin):
+        raise ValueError("resilient() was called on this trainer already")
+
+
+def _check_spikes(trainer: Trainer, zscore: float | None) -> None:
+    if zscore is not None and (zscore <= 0 or trainer.args.fp16):
+        raise ValueError(
+            f"resilient(spike_zscore={zscore}) is not allowed; use a number above 0, for example 8, and bf16 "
+            "instead of fp16, whose scaler skips such steps itself"
+        )
+
+
+def _check_stream(shuffle_samples: int | None, *, seekable_stream: bool) -> None:
+    if shuffle_samples is not None and shuffle_samples < 1:
+        raise ValueError(f"resilient(shuffle_samples={shuffle_samples}) is not allowed; use a number from 1, or None")
+    if shuffle_samples is not None and not seekable_stream:
+        raise ValueError("resilient(shuffle_samples=...) needs seekable_stream=True")
 
 
 def _virtual_ranks(count: int | Auto | None) -> int:

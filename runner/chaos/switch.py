@@ -9,6 +9,7 @@ The program ends when standard input does. The kernel's own emulator (netem) is 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import os
@@ -113,20 +114,22 @@ def main(taps: Sequence[int]) -> None:
                 for line in lines:
                     order = json.loads(line)
                     switch.set(order.pop("from"), order.pop("to"), Wire(**order))
-                continue
-            # Several at once: one call for each wait would halve the throughput.
-            for _ in range(64):
-                try:
-                    frame = os.read(key.fd, _MAX_FRAME)
-                except (BlockingIOError, OSError):
-                    break
-                switch.take(key.data, frame, time.monotonic())
+            else:
+                _take_frames(switch, key.data, key.fd)
         for target, frame in switch.due(time.monotonic()):
-            try:
+            # The host's interface may be down, or its queue full: as on a real wire, the frame is lost.
+            with contextlib.suppress(OSError):
                 os.write(taps[target], frame)
-            except OSError:
-                # The host's interface is down, or its queue is full: as on a real wire, the frame is lost.
-                continue
+
+
+def _take_frames(switch: Switch, host: int, tap: int) -> None:
+    # Several at once: one call for each wait would halve the throughput.
+    for _ in range(64):
+        try:
+            frame = os.read(tap, _MAX_FRAME)
+        except OSError:
+            return
+        switch.take(host, frame, time.monotonic())
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def chaos(
     from runner.chaos.campaign import Campaign
     from runner.chaos.faults import FAULTS
     from runner.chaos.locations import Locations
-    from runner.chaos.node_campaign import NodeCampaign
+    from runner.chaos.node_campaign import NodeCampaign, without_dropout
     from runner.chaos.node_faults import NODE_FAULTS
     from runner.chaos.verdict import render, to_json
 
@@ -93,9 +93,8 @@ def chaos(
     if list_faults:
         click.echo("\n".join(names))
         return
-    for name in faults:
-        if name not in names:
-            raise UsageError(f"--fault {name!r} is unknown; `runner chaos --list` shows all faults")
+    if unknown := set(faults) - set(names):
+        raise UsageError(f"--fault {min(unknown)!r} is unknown; `runner chaos --list` shows all faults")
     if config_file is not None and config_path is not None:
         raise UsageError(f"CONFIG {config_file!r} and --config {config_path!r} are both given; pass only one")
     if deterministic:
@@ -106,13 +105,8 @@ def chaos(
     config.make_absolute()
     is_exact = config.elastic.mode == "exact"
     if nodes is not None and not is_exact:
-        from runner.chaos.node_campaign import without_dropout
-
         config = without_dropout(config)
-    folder = Path(output_dir or f"runs/chaos/{time.strftime('%Y%m%d-%H%M%S')}-seed-{seed}").absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"--output-dir {folder} is not empty; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _new_folder(output_dir or f"runs/chaos/{time.strftime('%Y%m%d-%H%M%S')}-seed-{seed}")
     job = folder / "job.yaml"
     job.write_text(config.to_yaml())
     click.echo(f"runner chaos: seed {seed}, in {folder}")
@@ -152,6 +146,14 @@ def chaos(
             f"runner chaos: FAILED: see the folders of the runs in {folder}; --seed {seed} draws the same faults again"
         )
         sys.exit(1)
+
+
+def _new_folder(name: str) -> Path:
+    folder = Path(name).absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"--output-dir {folder} is not empty; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _fewest_nodes(nodes: int | None, launch: dict[str, Any]) -> int:

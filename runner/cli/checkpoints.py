@@ -67,10 +67,6 @@ def verify(location: str, step: int | None) -> None:
     quarantined (checkpoint-N.invalid), and proves to be whole, gets its place back, unless training has gone on
     without it.
     """
-    from checkpointing.commit.catalog import verify as verify_copy
-    from checkpointing.errors import InvalidCheckpoint
-    from checkpointing.format.manifest import missing_member
-
     if step is None and (one := re.fullmatch(r"(.*)/checkpoint-(\d{1,15})/?", location)) is not None:
         location, step = one[1], int(one[2])
     for stage, tiers in _stages(location):
@@ -81,27 +77,35 @@ def verify(location: str, step: int | None) -> None:
     if not found:
         name = "checkpoint" if step is None else f"checkpoint-{step}"
         raise UsageError(f"there is no {name} at {location}; see `runner checkpoints list`")
-    damaged = 0
+    damaged = False
     for stage, tiers, entry in found:
+        verdict = _verdict_of(entry)
+        damaged |= verdict.startswith("INVALID")
         name = f"{entry.step:>8}  {tiers.name(entry.storage):<6}" + (f"  {stage}" if stage else "")
-        if entry.is_foreign:
-            click.echo(f"{name}  foreign  {entry.problem}")
-            continue
-        try:
-            if entry.manifest is None:
-                raise InvalidCheckpoint(entry.storage.describe(entry.step), str(entry.problem))
-            with _progress_bar(f"checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
-                manifest = verify_copy(entry.storage, entry.step, advance)
-            if (lacking := missing_member(file.name for file in manifest.files)) is not None:
-                raise InvalidCheckpoint(entry.storage.describe(entry.step), f"{lacking} is not among its files")
-            click.echo(f"{name}  ok       {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB")
-        except InvalidCheckpoint as error:
-            if entry.manifest is not None and entry.step not in entry.storage.steps():
-                click.echo(f"{name}  gone     removed by its run during verification")
-                continue
-            damaged += 1
-            click.echo(f"{name}  INVALID  {error}")
+        click.echo(f"{name}  {verdict}")
     sys.exit(1 if damaged else 0)
+
+
+def _verdict_of(entry: Any) -> str:
+    """Read a checkpoint, and return what there is to say of it."""
+    from checkpointing.commit.catalog import verify as verify_copy
+    from checkpointing.errors import InvalidCheckpoint
+    from checkpointing.format.manifest import missing_member
+
+    if entry.is_foreign:
+        return f"foreign  {entry.problem}"
+    try:
+        if entry.manifest is None:
+            raise InvalidCheckpoint(entry.storage.describe(entry.step), str(entry.problem))
+        with _progress_bar(f"checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
+            manifest = verify_copy(entry.storage, entry.step, advance)
+        if (lacking := missing_member(file.name for file in manifest.files)) is not None:
+            raise InvalidCheckpoint(entry.storage.describe(entry.step), f"{lacking} is not among its files")
+    except InvalidCheckpoint as error:
+        if entry.manifest is not None and entry.step not in entry.storage.steps():
+            return "gone     removed by its run during verification"
+        return f"INVALID  {error}"
+    return f"ok       {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB"
 
 
 def _take_back(tiers: Any, only: int | None) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import NoReturn
 
 import click
 
@@ -78,17 +79,21 @@ def main() -> None:
         click.echo(f"runner: error: {error}", err=True)
         sys.exit(ExitCode.BUDGET_SPENT)
     except OSError as error:
-        if not error.filename and not _can_be_written(1):
-            click.echo(f"runner: error: cannot write standard output: {error.strerror or error}", err=True)
-            # A normal exit would try to flush the buffer again.
-            from runner.ranks.output import drain_streams
+        _exit_for(error)
 
-            drain_streams()
-            os._exit(int(ExitCode.STORAGE_FAILED))
-        path = f"{error.filename}: " if error.filename else ""
-        failed = unusable(f"{path}{error.strerror or error}", error)
-        click.echo(f"runner: error: {failed}", err=True)
-        sys.exit(int(failed.exit_code))
+
+def _exit_for(error: OSError) -> NoReturn:
+    if not error.filename and not _can_be_written(1):
+        click.echo(f"runner: error: cannot write standard output: {error.strerror or error}", err=True)
+        # A normal exit would try to flush the buffer again.
+        from runner.ranks.output import drain_streams
+
+        drain_streams()
+        os._exit(int(ExitCode.STORAGE_FAILED))
+    path = f"{error.filename}: " if error.filename else ""
+    failed = unusable(f"{path}{error.strerror or error}", error)
+    click.echo(f"runner: error: {failed}", err=True)
+    sys.exit(int(failed.exit_code))
 
 
 def _can_be_written(stream: int) -> bool:

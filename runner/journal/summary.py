@@ -203,7 +203,7 @@ def _step_s(entries: Sequence[Entry]) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
-def _fold(run: RunSummary, entry: Entry) -> None:
+def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of events.
     match entry.event:
         case RunStarted(run_id=run_id):
             run.run_id, run.state, run.reason, run.exit_code = run_id, RunState.STARTING, "", None

@@ -114,7 +114,7 @@ class AgentEvents:
                 self._record(event)
                 self._show_training(event)
 
-    def _act_on(self, event: Event) -> None:
+    def _act_on(self, event: Event) -> None:  # noqa: C901 - A table of events.
         say = self._display.message
         if isinstance(event, Committed | CommitFailedEvent | Fetched | FetchFailed):
             self._display.state.transfer = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -113,6 +113,21 @@ class Plan:
         }
 
 
+def _memory_of_rank(given: Assumptions, found: Sequence[Gpu], nproc: int) -> int:
+    """Return the memory of each rank's device, in bytes.
+
+    Raises:
+        UsageError: GPUs are assumed, and their memory is not known.
+    """
+    if given.gpu_memory is not None:
+        return given.gpu_memory
+    if found:
+        return min(gpu.memory_bytes for gpu in found)
+    if given.gpus is not None:
+        raise UsageError("--gpus needs --gpu-memory on a node without a GPU; pass for example --gpu-memory 80GiB")
+    return available_bytes() // nproc
+
+
 def make_plan(
     config: Config,
     given: Assumptions,
@@ -134,14 +149,7 @@ def make_plan(
     found, assumed = find(), []
     on_gpu = bool(found) or given.gpus is not None or given.gpu_memory is not None
     nnodes, nproc = shape_of(config, given.gpus or len(found))
-    if given.gpu_memory is not None:
-        memory = given.gpu_memory
-    elif found:
-        memory = min(gpu.memory_bytes for gpu in found)
-    elif on_gpu:
-        raise UsageError("--gpus needs --gpu-memory on a node without a GPU; pass for example --gpu-memory 80GiB")
-    else:
-        memory = available_bytes() // nproc
+    memory = _memory_of_rank(given, found, nproc)
     model = examine(config)
     job = PlannedJob.of(config, nnodes * nproc, nproc, on_gpu=on_gpu)
     ways = options(model, job, memory)

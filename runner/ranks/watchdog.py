@@ -115,21 +115,7 @@ class Watchdog:
         Returns:
             The ranks; None if none hangs.
         """
-        if now - self._looked > _LOOK_GAP_S:
-            gap = now - self._looked
-            self._began += gap
-            for known in self._seen.values():
-                known.since += gap
-        self._looked = now
-        if self._is_unwatched_start(beats):
-            # What a script does before it resumes may take longer on one rank than on another.
-            self._began = now
-            for known in self._seen.values():
-                known.since = now
-        if (start_time := max((beat.start_time for beat in beats), default=0.0)) != self._start_time:
-            # Another training of the same script: its steps may be of another length.
-            self._start_time = start_time
-            self._step_times.clear()
+        self._keep_time(beats, now)
         for slot, beat in enumerate(beats):
             seen = self._seen.get(slot)
             if seen is None or seen.beats != beat.beats:
@@ -156,6 +142,24 @@ class Watchdog:
             f"no heartbeat for {silent:.1f} s after step {beat.step} ({_DOING[beat.phase]}); the limit is "
             f"{limit:.1f} s ({why})",
         )
+
+    def _keep_time(self, beats: Sequence[Heartbeat], now: float) -> None:
+        """Leave time out that no rank is to blame for."""
+        if now - self._looked > _LOOK_GAP_S:
+            gap = now - self._looked
+            self._began += gap
+            for known in self._seen.values():
+                known.since += gap
+        self._looked = now
+        if self._is_unwatched_start(beats):
+            # What a script does before it resumes may take longer on one rank than on another.
+            self._began = now
+            for known in self._seen.values():
+                known.since = now
+        if (start_time := max((beat.start_time for beat in beats), default=0.0)) != self._start_time:
+            # Another training of the same script: its steps may be of another length.
+            self._start_time = start_time
+            self._step_times.clear()
 
     def _is_late(self, slot: int, beat: Heartbeat, beats: Sequence[Heartbeat], now: float) -> bool:
         if beat.phase is Phase.DONE and not self._watch_start:

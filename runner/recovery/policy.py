@@ -124,13 +124,8 @@ def decide(
     """
     failure = history[-1].failure
     rule = failure.kind.rule
-    if rule.action is Action.FINISH:
-        return Stop(ExitCode.DONE, failure.cause)
-    if rule.action is Action.END:
-        return _stop(failure)
-    if rule.action is Action.STOP or stop_requested:
-        after = "continues from the last checkpoint" if history[-1].committed_step >= 0 else "starts from the beginning"
-        return Stop(ExitCode.PREEMPTED, f"stopped on request; the same command {after}")
+    if (end := _end_of_run(history[-1], stop_requested=stop_requested)) is not None:
+        return end
     if rule.action is Action.CONTINUE:
         return Restart(0, failure.cause, batch)
     if failure.may_pass and not (len(history) > 1 and history[-2].failure.may_pass):
@@ -144,16 +139,33 @@ def decide(
     if rule.action is Action.RETRY:
         return _retry(history, batch, max_network_retries)
     if len(history) > 1 and failure.fingerprint and history[-2].failure.fingerprint == failure.fingerprint:
-        if rule.action is Action.SKIP and failure.window is not None and skips_left > 0:
-            # Bounded by itself, too.
-            first, last = failure.window
-            return Restart(
-                in_a_row, f"{failure.cause}: twice, so steps {first} to {last} are skipped", batch, failure.window
-            )
-        return Stop(ExitCode.DETERMINISTIC, f"the same failure at step {failure.step} twice: {failure.cause}")
+        return _twice(failure, batch, in_a_row, skips_left)
     if in_a_row > max_restarts:
         return _budget_spent(history, in_a_row)
     return Restart(in_a_row, failure.cause, batch)
+
+
+def _end_of_run(last: AttemptRecord, *, stop_requested: bool) -> Stop | None:
+    """Return the end of a run that is finished, fenced or asked to stop; None for a failure to recover from."""
+    action = last.failure.kind.rule.action
+    if action is Action.FINISH:
+        return Stop(ExitCode.DONE, last.failure.cause)
+    if action is Action.END:
+        return _stop(last.failure)
+    if action is Action.STOP or stop_requested:
+        after = "continues from the last checkpoint" if last.committed_step >= 0 else "starts from the beginning"
+        return Stop(ExitCode.PREEMPTED, f"stopped on request; the same command {after}")
+    return None
+
+
+def _twice(failure: Failure, batch: BatchDivision, in_a_row: int, skips_left: int) -> Restart | Stop:
+    if failure.kind.rule.action is Action.SKIP and failure.window is not None and skips_left > 0:
+        # Bounded by itself, too.
+        first, last = failure.window
+        return Restart(
+            in_a_row, f"{failure.cause}: twice, so steps {first} to {last} are skipped", batch, failure.window
+        )
+    return Stop(ExitCode.DETERMINISTIC, f"the same failure at step {failure.step} twice: {failure.cause}")
 
 
 def _stop(failure: Failure) -> Stop:

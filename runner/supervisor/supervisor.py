@@ -185,21 +185,22 @@ class Supervisor:
                 self._node.ensure_processes()
             if not stop:
                 self._gather()
-        except LaunchDelayed as error:
+        except (LaunchDelayed, LaunchError, PeersMissing) as error:
+            # What a stop request has interrupted says nothing.
             if not stop:
-                return self._record_and_decide(Failure(FailureKind.LAUNCHER_LOST, str(error)), None)
-        except PeersMissing:
-            if not stop:
-                if not self._record.has_finished:
-                    raise
-                return Stop(ExitCode.DONE, "had finished before; the other nodes are gone")
-        except LaunchError:
-            if not stop:
-                raise
+                return self._decide_without_attempt(error)
         if stop:
             self._session.announce_stop(self._members.announce_stop)
             return Stop(ExitCode.PREEMPTED, "stopped on request before an attempt began")
         return self._record_and_decide(*self._run_attempt())
+
+    def _decide_without_attempt(self, error: LaunchDelayed | LaunchError | PeersMissing) -> Restart | Stop:
+        """Decide after an attempt that could not begin; raises the error where there is nothing to decide."""
+        if isinstance(error, LaunchDelayed):
+            return self._record_and_decide(Failure(FailureKind.LAUNCHER_LOST, str(error)), None)
+        if isinstance(error, PeersMissing) and self._record.has_finished:
+            return Stop(ExitCode.DONE, "had finished before; the other nodes are gone")
+        raise error
 
     def _gather(self) -> None:
         """Wait until all nodes are ready.

@@ -110,22 +110,36 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
         raise
     for tracker in trackers:
         tracker.close()
-    weights = None
     # Otherwise rank 0 has all of the best weights.
     is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or mesh is not None
     if rank == 0 or is_sharded:
         best = load_best(trainer) if held_back is not None else None
-        model = merged(innermost(trainer.model))
-    if is_sharded:
-        weights = whole_weights(model, keep=rank == 0)
-    if rank == 0:
-        if best is not None:
+        if rank == 0 and best is not None:
             sender.send_surely("best_model", step=best)
-        output = Path(config.output_dir)
+        _publish(trainer, tokenizer, Path(config.output_dir), rank, is_sharded=is_sharded)
+
+
+def _publish(trainer: transformers.Trainer, tokenizer: Any, output: Path, rank: int, *, is_sharded: bool) -> None:
+    """Write the model and the history of its training; where it is sharded, all ranks call this together."""
+    model = merged(innermost(trainer.model))
+    weights = whole_weights(model, keep=rank == 0) if is_sharded else None
+    if rank == 0:
         publish(model, tokenizer, output / "best_model", weights)
         history = [{**entry, **perplexities(entry)} for entry in trainer.state.log_history]
         text = json.dumps(history, indent=1) + "\n"
         replace_file(output / HISTORY_NAME, text.encode(), output / f".{HISTORY_NAME}.tmp")
+
+
+def _within_nodes(world_size: int, local_world_size: int) -> dict[str, Any]:
+    """Return the options that shard a model within each node, and replicate it between nodes."""
+    if local_world_size == 1:
+        raise ValueError(
+            "strategy='fsdp' shards within a node, but each node has only one rank: use ddp or fsdp_all_nodes"
+        )
+    if local_world_size == world_size:
+        return {}
+    sizes = ParallelismConfig(dp_replicate_size=world_size // local_world_size, dp_shard_size=local_world_size)
+    return {"parallelism_config": sizes}
 
 
 def training_arguments(config: Config) -> SFTConfig:
@@ -151,15 +165,8 @@ def training_arguments(config: Config) -> SFTConfig:
     fsdp = options.pop("fsdp_config", None)
     if config.strategy in ("fsdp", "fsdp_all_nodes") and world_size > 1:
         options |= {"fsdp": True, "fsdp_config": {**(fsdp or {}), "version": 2}}
-        local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        if config.strategy == "fsdp" and local_world_size == 1:
-            raise ValueError(
-                "strategy='fsdp' shards within a node, but each node has only one rank: use ddp or fsdp_all_nodes"
-            )
-        if config.strategy == "fsdp" and local_world_size < world_size:
-            options["parallelism_config"] = ParallelismConfig(
-                dp_replicate_size=world_size // local_world_size, dp_shard_size=local_world_size
-            )
+    if config.strategy == "fsdp" and world_size > 1:
+        options |= _within_nodes(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     if config.data.has_validation:
         # Every checkpoint needs its metric, so evaluations follow the saves.
         by_step = options.get("save_strategy", "steps") == "steps"

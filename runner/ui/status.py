@@ -49,6 +49,28 @@ def panel(run: RunSummary, now: float, locations: dict[str, str], *, gone: bool 
 
 
 def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -> Iterator[RenderableType]:
+    yield _title(run, now, gone)
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    _add_progress(facts, run, now)
+    _add_trouble(facts, run)
+    lost = f"{run.lost_steps} steps lost, {duration(run.time_by_cause.get(LOST, 0.0))}"
+    facts.add_row("goodput", f"{100 * run.goodput:.1f} % of {duration(run.wall_s)}; {lost}")
+    for name, location in locations.items():
+        facts.add_row(name, Text(location))
+    yield facts
+
+    if run.attempts:
+        yield Text()
+        yield _attempts(run.attempts)
+    if run.wall_s:
+        yield Text()
+        yield _causes(run)
+
+
+def _title(run: RunSummary, now: float, gone: bool) -> Text:
     state, colour, reason = run.state.value, _COLOURS.get(run.state, "white"), run.reason
     if gone and not run.state.is_over:
         state, colour, reason = (
@@ -62,11 +84,10 @@ def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -
     silence_s = now - run.heard_at if run.heard_at is not None else 0.0
     if silence_s > _SILENCE_S and not run.state.is_over and not gone:
         title.append(f"  nothing heard for {duration(silence_s)}", "yellow")
-    yield title
+    return title
 
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column()
+
+def _add_progress(facts: Table, run: RunSummary, now: float) -> None:
     if run.total_steps:
         bar = Table.grid(padding=(0, 1))
         bar.add_row(ProgressBar(run.total_steps, min(run.step, run.total_steps), _BAR_CELLS), _steps(run))
@@ -82,6 +103,9 @@ def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -
         for tier, step in run.newest_by_tier.items()
     ]
     facts.add_row("committed", Text("; ".join(committed) or "nothing yet"))
+
+
+def _add_trouble(facts: Table, run: RunSummary) -> None:
     if run.failed_commits:
         facts.add_row("failed saves", Text(f"{run.failed_commits}, the last one: {run.last_failed_commit}", "yellow"))
     for tier, stuck in run.stuck.items():
@@ -97,18 +121,6 @@ def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -
         facts.add_row("speed", Text(describe_slow_ranks(run.slow), "yellow"))
     if run.restarts_left is not None and not run.state.is_over:
         facts.add_row("budget", f"{run.restarts_left} restarts before the next new checkpoint")
-    lost = f"{run.lost_steps} steps lost, {duration(run.time_by_cause.get(LOST, 0.0))}"
-    facts.add_row("goodput", f"{100 * run.goodput:.1f} % of {duration(run.wall_s)}; {lost}")
-    for name, location in locations.items():
-        facts.add_row(name, Text(location))
-    yield facts
-
-    if run.attempts:
-        yield Text()
-        yield _attempts(run.attempts)
-    if run.wall_s:
-        yield Text()
-        yield _causes(run)
 
 
 def _steps(run: RunSummary) -> str:

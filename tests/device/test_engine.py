@@ -25,7 +25,7 @@ from checkpointing.process import rng
 from checkpointing.process.device import Later
 from checkpointing.process.trees import tensors_in
 from checkpointing.snapshot.direct_commit import DirectCommit
-from checkpointing.snapshot.request import Request
+from checkpointing.snapshot.request import SnapshotRequest
 from checkpointing.state.tensor_fingerprint import SourceSum, fingerprint
 from runner.doctor import health
 
@@ -131,7 +131,7 @@ def test_without_memory_for_snapshots_rank_0_writes_them_itself(
 ) -> None:
     written, commit = list[int](), DirectCommit.commit
 
-    def count(self: DirectCommit, request: Request, *arguments: Any) -> None:
+    def count(self: DirectCommit, request: SnapshotRequest, *arguments: Any) -> None:
         written.append(request.step)
         commit(self, request, *arguments)
 

@@ -117,33 +117,10 @@ def learn(entries: Sequence[Entry], scenario: Scenario) -> Scenario:
     """
     attempts = attempts_of(entries)
     ledger = account(entries, attempts=attempts)
-    changes: dict[str, float] = {}
     trained = [attempt for attempt in attempts if attempt.training_began is not None]
     begins = [entry.time for entry in entries if isinstance(entry.event, RunStarted)]
-    for begin in begins:
-        first = next((attempt for attempt in attempts if attempt.began >= begin), None)
-        # Only an attempt that begins a session starts with cold caches.
-        if first is not None and first.training_began is not None:
-            changes["first_start_s"] = _before_training(first.training_began, begin, first.restore_s)
-            break
     failed = [a for a in trained if a.failed and a.ended is not None and a.last_step_at is not None]
-    hung = FailureKind.HUNG.value
-    for name, group in (
-        ("detection_s", [a for a in failed if a.kind != hung]),
-        ("hang_detection_s", [a for a in failed if a.kind == hung]),
-    ):
-        if group:
-            changes[name] = statistics.mean(max((a.ended or 0.0) - (a.last_step_at or 0.0), 0.0) for a in group)
-    restarts, restores = [], []
-    for before, after in pairwise(attempts):
-        if any(before.began < begin <= after.began for begin in begins):
-            continue
-        if before in failed and after.training_began is not None and before.ended is not None:
-            since = before.ended + before.backoff_s
-            restarts.append(_before_training(after.training_began, since, after.restore_s))
-            restores.append(after.restore_s)
-    if restarts:
-        changes["restart_s"], changes["restore_memory_s"] = statistics.mean(restarts), statistics.mean(restores)
+    changes = {**_first_start(attempts, begins), **_detections(failed), **_restarts(attempts, begins, failed)}
     stalls = _plausible(e.event.blocked_s for e in entries if isinstance(e.event, SnapshotCost))
     commits = _plausible(e.event.duration_s for e in entries if isinstance(e.event, Committed))
     if stalls:
@@ -158,6 +135,45 @@ def learn(entries: Sequence[Entry], scenario: Scenario) -> Scenario:
     if ledger.seconds[NOT_RUNNING] > 0:
         changes["node_wait_s"] = ledger.seconds[NOT_RUNNING] / max(len(begins) - 1, 1)
     return scenario.with_(**changes)
+
+
+def _first_start(attempts: Sequence[AttemptAccount], begins: Sequence[float]) -> dict[str, float]:
+    """Return how long the first attempt of a session starts: only such a one has cold caches."""
+    for begin in begins:
+        first = next((attempt for attempt in attempts if attempt.began >= begin), None)
+        if first is not None and first.training_began is not None:
+            return {"first_start_s": _before_training(first.training_began, begin, first.restore_s)}
+    return {}
+
+
+def _detections(failed: Sequence[AttemptAccount]) -> dict[str, float]:
+    """Return how long it takes to find a failure, and a hang."""
+    changes = {}
+    hung = FailureKind.HUNG.value
+    for name, group in (
+        ("detection_s", [a for a in failed if a.kind != hung]),
+        ("hang_detection_s", [a for a in failed if a.kind == hung]),
+    ):
+        if group:
+            changes[name] = statistics.mean(max((a.ended or 0.0) - (a.last_step_at or 0.0), 0.0) for a in group)
+    return changes
+
+
+def _restarts(
+    attempts: Sequence[AttemptAccount], begins: Sequence[float], failed: Sequence[AttemptAccount]
+) -> dict[str, float]:
+    """Return how long a restart within a session takes, and reading the snapshot in it."""
+    restarts, restores = [], []
+    for before, after in pairwise(attempts):
+        if any(before.began < begin <= after.began for begin in begins):
+            continue
+        if before in failed and after.training_began is not None and before.ended is not None:
+            since = before.ended + before.backoff_s
+            restarts.append(_before_training(after.training_began, since, after.restore_s))
+            restores.append(after.restore_s)
+    if not restarts:
+        return {}
+    return {"restart_s": statistics.mean(restarts), "restore_memory_s": statistics.mean(restores)}
 
 
 def _cadence(entries: Sequence[Entry], trained: Sequence[AttemptAccount], in_steps: float) -> dict[str, float]:

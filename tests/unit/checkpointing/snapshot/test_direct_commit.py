@@ -17,9 +17,9 @@ from checkpointing.files.file_images import Extent
 from checkpointing.process.device import HostDevice
 from checkpointing.snapshot import direct_commit
 from checkpointing.snapshot.direct_commit import DirectCommit
-from checkpointing.snapshot.request import Request
+from checkpointing.snapshot.request import SnapshotRequest
 
-REQUEST = Request(30, 240, {}, {}, Retention(1), {"eval_loss": 2.0}, wait=False, commit=True)
+REQUEST = SnapshotRequest(30, 240, {}, {}, Retention(1), {"eval_loss": 2.0}, wait=False, commit=True)
 
 
 def test_a_checkpoint_is_written_announced_and_older_ones_are_pruned(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.format.layout import MODEL_NAME
 from checkpointing.process.ranks import Ranks
 from checkpointing.snapshot import schedule as snapshotter
-from checkpointing.snapshot.request import Request
+from checkpointing.snapshot.request import SnapshotRequest
 from checkpointing.snapshot.schedule import SnapshotSchedule
 
 
@@ -46,8 +46,8 @@ def job() -> SmallTraining:
     return SmallTraining(overlap=True)
 
 
-def request(step: int, *, commit: bool = True, **files: Any) -> Request:
-    return Request(step, 0, files, {}, Retention(1), {}, wait=False, commit=commit)
+def request(step: int, *, commit: bool = True, **files: Any) -> SnapshotRequest:
+    return SnapshotRequest(step, 0, files, {}, Retention(1), {}, wait=False, commit=commit)
 
 
 def test_small_files_are_made_in_the_copy_thread(job: SmallTraining) -> None:
