@@ -10,6 +10,11 @@ values logged so far in an epoch, and the point at which a strategy prepares a l
 
 from __future__ import annotations
 
-from checkpointing.lightning.callback import ResilientCheckpoint
+from checkpointing.lightning.seam import check_libraries
+
+# Before anything imports a name that a version may not have.
+check_libraries()
+
+from checkpointing.lightning.callback import ResilientCheckpoint  # noqa: E402
 
 __all__ = ["ResilientCheckpoint"]

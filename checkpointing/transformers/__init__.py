@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar, Unpack
 
-import transformers
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
@@ -29,6 +28,7 @@ from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.transformers.deepspeed import check_deepspeed
 from checkpointing.transformers.exact import AUTO
 from checkpointing.transformers.options import ResilientOptions
+from checkpointing.transformers.seam import check_libraries
 from checkpointing.transformers.trainer import ResilientMixin
 
 __all__ = ["resilient", "load_best"]
@@ -170,11 +170,7 @@ def _check_trainer(trainer: Trainer) -> None:
         ValueError: The trainer is resilient already.
     """
     # Before 5.3, transformers' training loop is one method, which cannot be overridden in part.
-    if not hasattr(Trainer, "_run_epoch"):
-        raise CheckpointError(
-            f"transformers {transformers.__version__} is too old for resilient(); install 5.3 or newer, or use "
-            "CheckpointManager in your own loop"
-        )
+    check_libraries(trainer)
     check_deepspeed(trainer)
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise CheckpointError("FSDP1 is not supported by resilient(); use FSDP2: fsdp_config version 2")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Trainer
-
 from checkpointing.errors import CheckpointError
 from checkpointing.state.zero import is_engine
 
@@ -18,8 +16,6 @@ def check_deepspeed(trainer: Any) -> None:
     """
     if not trainer.is_deepspeed_enabled:
         return
-    if not hasattr(Trainer, "_prepare_for_training"):
-        raise CheckpointError("DeepSpeed needs a newer transformers here; install 5.3 or newer")
     if not trainer.accelerator.state.deepspeed_plugin.zero_stage:
         raise CheckpointError("DeepSpeed without ZeRO is not supported; set zero_optimization.stage to 1, 2 or 3")
 

@@ -95,7 +95,7 @@ def _shown(field: FieldInfo) -> Any:
 
 
 def _default(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True)
+    return field.get_default(call_default_factory=True, validated_data={})
 
 
 def _summary(field: FieldInfo) -> str:

@@ -11,13 +11,25 @@ from transformers import Trainer, TrainingArguments
 
 from checkpointing.errors import CheckpointError
 from checkpointing.transformers import resilient
+from checkpointing.transformers.trainer import ResilientMixin
 
 
 def test_a_transformers_without_the_loops_hooks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It trained, and failed at the first save."""
+    trainer = Trainer(model=torch.nn.Linear(1, 1), args=TrainingArguments(str(tmp_path), report_to="none"))
     monkeypatch.delattr(Trainer, "_run_epoch")
-    with pytest.raises(CheckpointError, match="too old for resilient"):
-        resilient(Trainer(model=torch.nn.Linear(1, 1), args=TrainingArguments(str(tmp_path), report_to="none")))
+    with pytest.raises(CheckpointError, match=r"transformers \S+ has no Trainer._run_epoch; this was tried with 5.3.0"):
+        resilient(trainer)
+    assert not isinstance(trainer, ResilientMixin)
+
+
+def test_a_hook_with_other_arguments_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(model=torch.nn.Linear(1, 1), args=TrainingArguments(str(tmp_path), report_to="none"))
+    # A wrapper of somebody's passes on what it is given.
+    monkeypatch.setattr(Trainer, "_save_scaler", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(Trainer, "_load_scaler", lambda self, folder, step: None)
+    with pytest.raises(CheckpointError, match=r"changed the arguments of Trainer._load_scaler to \(folder, step\)"):
+        resilient(trainer)
 
 
 def test_ranks_that_share_parts_of_samples_are_refused(tmp_path: Path) -> None:
