@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.servers import Server, radosgw_server, rclone_server
+from helpers.wire import cut, wire
 from hypothesis import HealthCheck, settings
 from infra.parts import require
-from servers import Server, radosgw_server, rclone_server
-from wire import cut, wire
 
 # pytest imports tracemalloc when it finds something unclosed. Two threads that did so at once failed the test: one of
 # them got it half imported.

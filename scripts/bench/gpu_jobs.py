@@ -104,7 +104,7 @@ def _ends(entries: Entries) -> list[str]:
 
 def ranks(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     """Two ranks share a file and compare their replicas; ranks that have drifted apart are stopped."""
-    import two_ranks
+    from helpers import two_ranks
 
     devices = [on, on] if on.startswith("cuda") else [f"{on.partition(':')[0]}:{rank}" for rank in (0, 1)]
     verdicts: Verdicts = {}

@@ -24,7 +24,7 @@ from unittest import mock
 import gpu_jobs
 import torch
 from gpu_sft import has, sft
-from small_training import SmallTraining
+from helpers.small_training import SmallTraining
 
 from checkpointing import CheckpointManager
 from checkpointing.host.shared_memory import populate_pages

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.servers import Server, bucket_on
 from integration.support import RUNNER, SHORT_JOB
-from servers import Server, bucket_on
 
 # A campaign waits up to two minutes for the consequences of each fault.
 pytestmark = pytest.mark.timeout(1800)

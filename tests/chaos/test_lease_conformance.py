@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from calls import at_once
 from chaos.stores import MemoryObjects
+from helpers.calls import at_once
 
 from checkpointing.storage.object_storage import ObjectSidecars
 from runner.lease.lease import FIRST_NODE_S, Lease, LeaseClaim, LeaseWatch

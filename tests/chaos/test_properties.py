@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from chaos.stores import MemoryObjects
 from contract.support import commit
+from helpers.proposals import proposed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from proposals import proposed
 
 from checkpointing.commit.catalog import Catalog
 from checkpointing.commit.retention import Retention, steps_to_remove, steps_to_upload

@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos.test_campaign import chaos
-from integration.support import Run, finished_once, shared_folder, state_hash, troubled
-from machines import (
+from helpers.machines import (
     END,
     Machine,
     assert_nobody_is_left,
@@ -24,7 +23,8 @@ from machines import (
     pair,
     start,
 )
-from wire import Cut
+from helpers.wire import Cut
+from integration.support import Run, finished_once, shared_folder, state_hash, troubled
 
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "5"))
 pytestmark = pytest.mark.soak

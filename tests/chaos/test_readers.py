@@ -30,15 +30,15 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
-import spread_checkpoint
 import torch
 from chaos import mutations
 from chaos.fuzzing import Reader, assert_clear, fuzz, refused
 from chaos.stores import MemoryObjects
 from contract.support import commit
-from journals import event
+from helpers import spread_checkpoint
+from helpers.journals import event
+from helpers.proposals import proposed
 from prometheus_client import generate_latest
-from proposals import proposed
 from rich.console import Console
 
 from checkpointing import CheckpointManager

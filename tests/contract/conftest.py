@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from contract.support import PART_BYTES
-from servers import Server, bucket_on, small_disk
+from helpers.servers import Server, bucket_on, small_disk
 
 from checkpointing.storage import Storage, open_storage, s3_multipart
 

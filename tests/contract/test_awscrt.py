@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers.servers import Server, bucket_on
 from infra.parts import lacks
-from servers import Server, bucket_on
 
 ROUND_TRIP = """
 import botocore.compat

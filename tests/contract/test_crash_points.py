@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from contract.support import assert_good_order, leftovers
-from servers import Server, bucket_on
+from helpers.servers import Server, bucket_on
 
 from checkpointing.host.failpoints import FAILPOINTS_ENV, NAMES
 from checkpointing.storage import open_storage

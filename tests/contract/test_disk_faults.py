@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from contract.support import assert_good_order, assert_is_what_was_written, commit, leftovers
+from helpers.servers import small_disk
 from infra.parts import needs
-from servers import small_disk
 
 from checkpointing.errors import CommitFailed
 from checkpointing.storage import open_storage

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from contract.support import commit
-from servers import Server, bucket_on, fault_proxy
+from helpers.servers import Server, bucket_on, fault_proxy
 
 from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.agent.options import AgentOptions

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from old_runs import ANSWERS, unpack
+from helpers.old_runs import ANSWERS, unpack
 
 from runner.cli.main import cli
 from runner.config.load import load_config

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from helpers.servers import Fault, MeddlingProxy, Server, bucket_on, meddling_proxy
+from helpers.small_checkpoint import Agent, write_checkpoint
 from infra.parts import needs
-from servers import Fault, MeddlingProxy, Server, bucket_on, meddling_proxy
-from small_checkpoint import Agent, write_checkpoint
 from unit.checkpointing.resume.test_agreement import TRAINING, chosen
 
 from checkpointing.commit.catalog import verify

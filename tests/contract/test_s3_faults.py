@@ -13,8 +13,7 @@ from pathlib import Path
 import boto3
 import pytest
 from contract.support import LARGE_BYTES, assert_good_order, assert_is_what_was_written, commit
-from infra.parts import needs
-from servers import (
+from helpers.servers import (
     ANSWER_HALVED,
     ANSWER_LOST,
     ANSWER_TRICKLES,
@@ -26,6 +25,7 @@ from servers import (
     fault_proxy,
     meddling_proxy,
 )
+from infra.parts import needs
 
 from checkpointing.errors import CommitFailed
 from checkpointing.storage import open_storage, s3, s3_client, s3_multipart, s3_transport

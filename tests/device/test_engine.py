@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import SmallTraining
+from helpers.small_training import SmallTraining
 
 from checkpointing import CheckpointManager
 from checkpointing.errors import NonFinite

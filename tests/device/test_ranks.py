@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import two_ranks
+from helpers import two_ranks
 
 pytestmark = pytest.mark.device
 

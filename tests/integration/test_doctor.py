@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.servers import Server, bucket_on
 from infra.parts import lacks, needs
 from infra.ports import free_port
 from integration.support import RUNNER
-from servers import Server, bucket_on
 
 CGROUP = Path("/sys/fs/cgroup/memory")
 ALONE = ("--nproc-per-node", "1")

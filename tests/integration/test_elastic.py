@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
+from helpers.machines import Machine, assert_nobody_is_left, outputs
 from integration.support import finished_once, loss_curve, shared_folder, troubled, wait_until
-from machines import Machine, assert_nobody_is_left, outputs
 
 # Of the whole test, and of the short one.
 STEPS = {True: 120, False: 60}

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from helpers.metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, serve
 from infra.parts import lacks, needs
 from integration.support import (
     SAVE_STEPS,
@@ -27,7 +28,6 @@ from integration.support import (
     wait_for_commit,
     wait_until,
 )
-from metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, serve
 
 END = 40
 EVALUATING = "eval_strategy='steps', eval_steps=15, per_device_eval_batch_size=2"

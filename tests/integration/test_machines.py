@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from integration.support import Run, finished_once, shared_folder, state_hash, troubled, wait_for_events, wait_until
-from machines import (
+from helpers.machines import (
     END,
     PORT,
     Machine,
@@ -25,7 +24,8 @@ from machines import (
     start,
     wait_for_commit,
 )
-from wire import Cut
+from helpers.wire import Cut
+from integration.support import Run, finished_once, shared_folder, state_hash, troubled, wait_for_events, wait_until
 
 from runner.chaos.network import address_of, inside
 
@@ -97,7 +97,7 @@ TRIED = (1,)
 def killed_leader(machine: Machine, trace: Path, *kill: str) -> Machine:
     """The same command, which writes down its steps, and is killed before one of them."""
     at = machine.command.index("start")
-    program = [sys.executable, str(Path(__file__).parents[1] / "killed_leader.py"), str(trace), *kill, "--"]
+    program = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "killed_leader.py"), str(trace), *kill, "--"]
     machine.command[at - 1 : at] = program
     return machine
 

@@ -6,8 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
+from helpers.old_runs import ANSWERS, unpack
 from integration.support import RUNNER
-from old_runs import ANSWERS, unpack
 
 
 def test_an_old_run_is_resumed_to_its_end(tmp_path: Path) -> None:

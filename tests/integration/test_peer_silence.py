@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.wire import Cut
 from infra.ports import free_port
-from wire import Cut
 
 from runner.chaos.network import address_of, inside
 from runner.peers.connection import SILENCE_S

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import run_command
+from helpers.command_line import run_command
 from integration.support import Run
 
 # 26 million parameters: what the model needs is more than what an interpreter needs.

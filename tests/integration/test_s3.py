@@ -12,6 +12,7 @@ from pathlib import Path
 
 import boto3
 import pytest
+from helpers.servers import Server, bucket_on, without_gateway
 from integration.support import (
     RUNNER,
     SAVE_STEPS,
@@ -23,7 +24,6 @@ from integration.support import (
     wait_for_commit,
     wait_until,
 )
-from servers import Server, bucket_on, without_gateway
 
 
 @pytest.fixture

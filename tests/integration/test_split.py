@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.servers import Server, bucket_on
 from infra.ports import free_port
 from integration.support import Run
 from safetensors.torch import load_file
-from servers import Server, bucket_on
 
 from checkpointing.commit.catalog import Catalog
 from checkpointing.storage import open_storage

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.servers import Server, bucket_on
 from integration.support import RUNNER, SHORT_JOB, TOTAL_STEPS, Run, wait_for_commit
-from servers import Server, bucket_on
 
 
 def status(place: str | Path, *options: str) -> str:

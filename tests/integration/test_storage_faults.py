@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.servers import small_disk
 from integration.support import SHORT_JOB, TOTAL_STEPS, Run, script, state_hash, wait_for_commit
-from servers import small_disk
 
 from checkpointing.storage import open_storage
 from runner.chaos.compare import differences

@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from helpers.servers import Server, bucket_on, rclone_server, small_disk
 from infra.ports import free_port
 from integration.support import RUNNER, Run, loss_curve, script, state_hash, wait_for_commit, wait_until
-from servers import Server, bucket_on, rclone_server, small_disk
 
 from checkpointing.commit.catalog import Catalog
 from checkpointing.storage import open_storage

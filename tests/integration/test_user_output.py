@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.journals import event
+from helpers.servers import small_disk
 from integration.support import RUNNER, SHORT_JOB, Run, wait_until
-from journals import event
-from servers import small_disk
 
 from runner.journal.events import RunEnded
 from runner.journal.journal import Journal, read_journal

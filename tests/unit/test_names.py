@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # What each of several packages has: its options, its side of a protocol, its part for an integration.
 ROLES = {"__init__", "__main__", "callback", "data", "errors", "events", "loop_state", "messages", "options"}
-ROLES |= {"protocol"}
+ROLES |= {"protocol", "seam"}
 
 
 def sources() -> list[Path]:

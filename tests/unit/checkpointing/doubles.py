@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from small_checkpoint import Agent
-from small_training import Arenas
+from helpers.small_checkpoint import Agent
+from helpers.small_training import Arenas
 
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.agent.events import Event

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.spread_checkpoint import COLUMNS, FILE, NAME, ROWS, STATE, commit_spread
 from safetensors.torch import load_file
-from spread_checkpoint import COLUMNS, FILE, NAME, ROWS, STATE, commit_spread
 from unit.checkpointing.agent import doubles
 from unit.checkpointing.agent.doubles import Store, save
 

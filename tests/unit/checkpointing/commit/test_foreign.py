@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import run_command
+from helpers.command_line import run_command
 
 from checkpointing import CheckpointManager
 from checkpointing.commit.catalog import Catalog

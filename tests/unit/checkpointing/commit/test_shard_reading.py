@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from spread_checkpoint import FILE, NAME, ROWS, commit_spread, spread
+from helpers.spread_checkpoint import FILE, NAME, ROWS, commit_spread, spread
 
 from checkpointing.commit import shard_reading
 from checkpointing.commit.shard_reading import PartCache, Recorded, ShardReaders, read_range, recorded_files

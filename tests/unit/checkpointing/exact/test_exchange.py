@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from thread_ranks import ThreadRanks, run_ranks
+from helpers.thread_ranks import ThreadRanks, run_ranks
 
 from checkpointing.data.dealing import block_of
 from checkpointing.exact import exchange

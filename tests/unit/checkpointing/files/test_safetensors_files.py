@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from materialised import materialise
+from helpers.materialised import materialise
 from safetensors import safe_open
 from safetensors.torch import load_file
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from thread_ranks import run_ranks
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.commit.shard_reading import PartCache, PartReader, read_range
 from checkpointing.commit.sharded_save import ShardedSave

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from thread_ranks import run_ranks
+from helpers.thread_ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from checkpointing.errors import CheckpointError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spread_checkpoint import COLUMNS, NAME, ROWS, STATE, WHOLE, files_of, spread
+from helpers.spread_checkpoint import COLUMNS, NAME, ROWS, STATE, WHOLE, files_of, spread
 
 from checkpointing.commit.shard_reading import Recorded
 from checkpointing.errors import InvalidCheckpoint

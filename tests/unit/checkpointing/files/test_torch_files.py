@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from materialised import materialise
+from helpers.materialised import materialise
 
 from checkpointing.files.torch_files import TorchFileLayout, storage_records, torch_bytes
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_checkpoint import network, write_checkpoint
-from thread_ranks import run_ranks
+from helpers.small_checkpoint import network, write_checkpoint
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.agent.options import AgentOptions
 from checkpointing.commit.retention import Retention

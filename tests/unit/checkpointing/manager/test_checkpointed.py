@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_checkpoint import network, write_checkpoint
+from helpers.small_checkpoint import network, write_checkpoint
 from unit.checkpointing.doubles import Connection, options
 
 from checkpointing.errors import CommitFailed, Preempted

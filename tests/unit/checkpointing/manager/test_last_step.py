@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from thread_ranks import run_ranks
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.manager.last_step import LastStep
 from checkpointing.process.ranks import Ranks

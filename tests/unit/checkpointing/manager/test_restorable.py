@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_checkpoint import network, snapshot, write_checkpoint
+from helpers.small_checkpoint import network, snapshot, write_checkpoint
 from unit.checkpointing.doubles import Connection, options
 
 from checkpointing.commit.training_stage import TrainingStage

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.small_training import SmallTraining
 from hypothesis import given
 from hypothesis import strategies as st
-from small_training import SmallTraining
 
 from checkpointing.host.heartbeat import CommitReport
 from checkpointing.host.shared_memory import PAGE_BYTES, SharedMemory

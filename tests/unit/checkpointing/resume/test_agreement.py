@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_checkpoint import Agent, network, snapshot, write_checkpoint
-from spread_checkpoint import ROWS, STATE, files_of
-from thread_ranks import run_ranks
+from helpers.small_checkpoint import Agent, network, snapshot, write_checkpoint
+from helpers.spread_checkpoint import ROWS, STATE, files_of
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.commit.tiers import Tiers, open_tiers

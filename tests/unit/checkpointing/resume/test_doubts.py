@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from chaos.stores import MemoryObjects
-from small_checkpoint import Agent, write_checkpoint
+from helpers.small_checkpoint import Agent, write_checkpoint
 from unit.checkpointing.resume.test_agreement import TRAINING, chosen
 
 from checkpointing.commit.catalog import verify

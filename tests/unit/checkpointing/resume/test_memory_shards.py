@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from spread_checkpoint import NAME, ROWS, spread
+from helpers.spread_checkpoint import NAME, ROWS, spread
 
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.commit.shard_reading import CommonPieces, in_memory

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_checkpoint import Agent, network, snapshot, write_checkpoint
-from thread_ranks import ThreadRanks, run_ranks
+from helpers.small_checkpoint import Agent, network, snapshot, write_checkpoint
+from helpers.thread_ranks import ThreadRanks, run_ranks
 
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.commit.tiers import open_tiers

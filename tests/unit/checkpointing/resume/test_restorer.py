@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_checkpoint import Agent, network, write_checkpoint
-from thread_ranks import run_ranks
+from helpers.small_checkpoint import Agent, network, write_checkpoint
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.commit import reading
 from checkpointing.commit.retention import Retention

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from spread_checkpoint import COLUMNS, NAME, ROWS, STATE, files_of
-from thread_ranks import run_ranks
+from helpers.spread_checkpoint import COLUMNS, NAME, ROWS, STATE, files_of
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.commit.shard_reading import CommonPieces

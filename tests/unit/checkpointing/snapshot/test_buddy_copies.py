@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from thread_ranks import run_ranks
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.agent.protocol import Guest
 from checkpointing.errors import AgentUnavailable
@@ -90,7 +90,7 @@ def test_a_rank_or_an_agent_that_is_gone_ends_nothing(monkeypatch: pytest.Monkey
         raise RuntimeError("Connection closed by peer")
 
     assert run_ranks(exchange, per_node=1)[1] == []
-    monkeypatch.setattr("thread_ranks.ThreadRanks.transfer", transfer)
+    monkeypatch.setattr("helpers.thread_ranks.ThreadRanks.transfer", transfer)
     assert run_ranks(exchange, per_node=1) == [[(7, 0, None)], []]
 
 

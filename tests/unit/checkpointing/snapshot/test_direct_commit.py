@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_checkpoint import Agent, images, network
+from helpers.small_checkpoint import Agent, images, network
 
 from checkpointing.commit.catalog import verify
 from checkpointing.commit.retention import Retention

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 import torch
-from small_training import SmallTraining
-from thread_ranks import run_ranks
+from helpers.small_training import SmallTraining
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.errors import NonFinite
 from checkpointing.files.file_images import Extent, FileImage, bytes_of, place, shares

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
-from late_device import LateDevice, LateMark
-from small_training import SmallTraining
+from helpers.late_device import LateDevice, LateMark
+from helpers.small_training import SmallTraining
 
 from checkpointing.process import device as devices
 from checkpointing.snapshot import copy_thread

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import Arenas, SmallTraining
+from helpers.small_training import Arenas, SmallTraining
 
 from checkpointing.agent.events import Event, SnapshotSkipped
 from checkpointing.agent.protocol import Refusal

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from thread_ranks import run_ranks
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.process.ranks import Ranks
 from checkpointing.snapshot.buddy_copies import BuddyCopies

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from restore_points import point
+from helpers.restore_points import point
 
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.format.layout import BUCKETS_NAME

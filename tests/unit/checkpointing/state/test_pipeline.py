@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_ranks
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding

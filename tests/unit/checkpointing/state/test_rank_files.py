@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from thread_ranks import run_ranks
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.format.layout import EXTRA_STATE_NAME, OPTIONS_NAME, SCHEDULER_NAME
 from checkpointing.process.ranks import Ranks

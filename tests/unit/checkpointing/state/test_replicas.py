@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_ranks
+from helpers.thread_ranks import run_ranks
 
 from checkpointing.errors import ReplicasDrifted
 from checkpointing.files.file_images import FileImage

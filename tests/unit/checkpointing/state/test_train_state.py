@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import Average
+from helpers.small_training import Average
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files import loaded_checkpoint as restore_point

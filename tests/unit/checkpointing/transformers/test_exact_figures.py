@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
-from thread_ranks import run_ranks
+from helpers.thread_ranks import run_ranks
 from torch.utils.data import BatchSampler, DataLoader
 
 from checkpointing.data.dealing import block_of

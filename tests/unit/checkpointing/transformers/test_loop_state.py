@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from restore_points import point
+from helpers.restore_points import point
 
 from checkpointing.data.step_layout import StepLayout
 from checkpointing.data.stream import StreamPosition

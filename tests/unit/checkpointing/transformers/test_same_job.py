@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.restore_points import point
 from hypothesis import given
 from hypothesis import strategies as st
-from restore_points import point
 from transformers import Trainer
 
 from checkpointing.data.step_layout import StepLayout

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from restore_points import point
+from helpers.restore_points import point
 from transformers import TrainerControl, TrainerState
 
 from checkpointing.data.step_layout import StepLayout

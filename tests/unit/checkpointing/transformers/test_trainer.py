@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from restore_points import point
+from helpers.restore_points import point
 from transformers import TrainerControl
 
 from checkpointing.data.step_layout import StepLayout

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from restore_points import point
+from helpers.restore_points import point
 from transformers import TrainerState
 
 from checkpointing.errors import InvalidCheckpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journals import entry
+from helpers.journals import entry
 
 from runner.chaos.campaign import Campaign
 from runner.chaos.draw import FaultDraw

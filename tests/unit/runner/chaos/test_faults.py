@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
-from journals import entry
-from small_checkpoint import network, write_checkpoint
+from helpers.journals import entry
+from helpers.small_checkpoint import network, write_checkpoint
 
 from checkpointing.commit.catalog import Catalog
 from checkpointing.commit.tiers import open_tiers

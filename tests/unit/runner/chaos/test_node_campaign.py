@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from journals import entries
+from helpers.journals import entries
 
 from runner.chaos.node_campaign import acknowledged_is_there, one_writer, without_dropout
 from runner.config.schema import Config

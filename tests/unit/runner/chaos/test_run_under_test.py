@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journals import event
+from helpers.journals import event
 
 from checkpointing.agent.events import Log
 from runner.chaos import run_under_test as module

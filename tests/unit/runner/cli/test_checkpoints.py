@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from command_line import run_command
+from helpers.command_line import run_command
 
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.training_stage import TrainingStage

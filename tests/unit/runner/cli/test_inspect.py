@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from journals import event
+from helpers.journals import event
 
 from runner.cli import inspect as module
 from runner.cli.inspect import config, entries_at, report, status

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import run_command
-from journals import event
+from helpers.command_line import run_command
+from helpers.journals import event
 
 from runner.cli import main as main_module
 from runner.journal.journal import Journal

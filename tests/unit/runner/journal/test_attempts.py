@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from node_fakes import ended
+from helpers.node_fakes import ended
 from pydantic import TypeAdapter, ValidationError
 
 from runner.journal.attempts import AttemptSpec

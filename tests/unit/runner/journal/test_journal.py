@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.journals import entry, event
 from infra.parts import lacks
-from journals import entry, event
 
 from checkpointing.host.clock import machine_clock
 from runner.journal.events import Entry, Malformed

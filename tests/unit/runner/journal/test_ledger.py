@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.journals import entries
 from hypothesis import given
 from hypothesis import strategies as st
-from journals import entries
 
 from runner.journal.ledger import CAUSES, NodeChange, account, attempts_of, led_sessions, node_changes, restarts_by_kind
 

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from journals import event
+from helpers.journals import event
 
 from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.storage.local_sidecars import LocalSidecars

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from journals import entries
+from helpers.journals import entries
 from rich.console import Console
 
 from runner.journal.ledger import CAUSES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from node_fakes import FakeRanks
+from helpers.node_fakes import FakeRanks
 
 from runner.launcher.launcher_check import LauncherCheck, Overdue
 

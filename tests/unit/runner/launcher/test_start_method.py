@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from node_fakes import FakeDisplay
+from helpers.node_fakes import FakeDisplay
 
 from checkpointing.agent.events import Event
 from runner.journal.events import ColdStart

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import FakeSession
+from helpers.node_fakes import FakeSession
 
 from checkpointing.storage.local_sidecars import LocalSidecars
 from runner.config.schema import Config

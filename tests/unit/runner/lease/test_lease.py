@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from calls import at_once
 from chaos.stores import MemoryObjects
+from helpers.calls import at_once
 
 from checkpointing.storage.object_storage import ObjectSidecars
 from runner.lease.lease import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from node_fakes import FakeDisplay, beat
+from helpers.node_fakes import FakeDisplay, beat
 
 from checkpointing.agent.events import (
     BatchShape,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, FakeRanks, beat
+from helpers.node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, FakeRanks, beat
 
 from checkpointing.agent.events import (
     CommitFailedEvent,

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from node_fakes import FakeDisplay, FakeHost, FakeRanks, beat
+from helpers.node_fakes import FakeDisplay, FakeHost, FakeRanks, beat
 
 from checkpointing.agent.events import Committed
 from checkpointing.host.heartbeat import Heartbeat, Phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeRanks, beat
+from helpers.node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeRanks, beat
 
 from checkpointing.agent.events import Event
 from checkpointing.host.heartbeat import Phase

@@ -7,7 +7,7 @@ import json
 from typing import IO, Any
 
 import pytest
-from node_fakes import FakeHost, FakeLoop
+from helpers.node_fakes import FakeHost, FakeLoop
 
 from runner.errors import ExitCode, GpuFaulty
 from runner.node.health_check import HealthCheck

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from node_fakes import beat
+from helpers.node_fakes import beat
 
 from checkpointing.agent import protocol
 from checkpointing.agent.options import AgentOptions

@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 import pytest
-from node_fakes import FakeHelper, FakeHost, FakeLoop
+from helpers.node_fakes import FakeHelper, FakeHost, FakeLoop
 
 from checkpointing.agent import protocol
 from checkpointing.agent.events import Committed, RestartStateFailed, StorageRetried, Transfer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, beat
+from helpers.node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, beat
 
 from checkpointing.agent import protocol
 from checkpointing.agent.events import Committed, Event

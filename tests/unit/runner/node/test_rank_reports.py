@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import FakeHost, FakeLoop
+from helpers.node_fakes import FakeHost, FakeLoop
 
 from checkpointing.agent.events import Event
 from runner.journal.events import BestModel, RankStarted

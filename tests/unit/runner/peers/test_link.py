@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
-from forged import forged
+from helpers.forged import forged
 from hypothesis import given
 from hypothesis import strategies as st
 from infra.ports import free_port

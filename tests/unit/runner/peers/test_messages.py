@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from forged import forged
+from helpers.forged import forged
 from hypothesis import given
 
 from checkpointing.agent.events import BatchShape, Committed, Log, Resumed, SlowRanks, TrainingStarted

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import FakeSession
+from helpers.node_fakes import FakeSession
 
 from runner.errors import UsageError
 from runner.peers.messages import Finish, Hello

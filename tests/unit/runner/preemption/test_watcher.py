@@ -13,10 +13,10 @@ from email.utils import parsedate_to_datetime
 from types import SimpleNamespace
 from typing import Any
 
-import metadata as services
 import pytest
+from helpers import metadata as services
+from helpers.metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, MetadataService, serve
 from infra.ports import free_port
-from metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, MetadataService, serve
 
 from runner.preemption import clouds, metadata
 from runner.preemption.metadata import MetadataClient, Unavailable

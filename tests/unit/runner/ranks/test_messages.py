@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forged import forged
+from helpers.forged import forged
 from hypothesis import HealthCheck, given, settings
 
 from runner.ranks.messages import Done, Failed, RankMessage, Started

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journals import entries
+from helpers.journals import entries
 
 from checkpointing.commit.tiers import Tiers
 from checkpointing.storage import LocalStorage

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from journals import event
+from helpers.journals import event
 
 from checkpointing.commit.tiers import Tiers
 from checkpointing.host import locking

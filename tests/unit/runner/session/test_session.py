@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journals import event
-from node_fakes import FakeDisplay
+from helpers.journals import event
+from helpers.node_fakes import FakeDisplay
 
 from runner.config.schema import Config
 from runner.journal.events import PreemptionNotice, Progress, StopRequested

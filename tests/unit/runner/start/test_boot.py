@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from journals import event
-from node_fakes import FakeDisplay
+from helpers.journals import event
+from helpers.node_fakes import FakeDisplay
 
 from checkpointing.storage import LocalStorage
 from runner.cli import start as command

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import FakeNode, FakeSession, ended
+from helpers.node_fakes import FakeNode, FakeSession, ended
 
 from checkpointing.agent.events import Committed, Log, TrainingStarted
 from checkpointing.storage import LocalStorage

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import FakeLeader, FakeNode, FakeSession
+from helpers.node_fakes import FakeLeader, FakeNode, FakeSession
 
 from checkpointing.agent.events import Event, Log
 from checkpointing.storage.local_sidecars import LocalSidecars

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import FakeNode, FakeSession
+from helpers.node_fakes import FakeNode, FakeSession
 
 from checkpointing.agent.events import SlowRanks
 from runner.errors import ExitCode

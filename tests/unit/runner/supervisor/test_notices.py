@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from node_fakes import FakeDisplay
+from helpers.node_fakes import FakeDisplay
 
 from runner.config.schema import Config
 from runner.recovery.failure import Failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from node_fakes import FakeSession
+from helpers.node_fakes import FakeSession
 
 from runner.config.schema import RestartConfig
 from runner.errors import ExitCode

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journals import event
-from node_fakes import FakeNode, FakeSession
+from helpers.journals import event
+from helpers.node_fakes import FakeNode, FakeSession
 
 from checkpointing.agent.events import FencedEvent
 from checkpointing.storage import LocalStorage

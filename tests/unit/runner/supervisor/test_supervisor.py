@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import FakeLeader, FakeNode, FakeSession, ended
+from helpers.node_fakes import FakeLeader, FakeNode, FakeSession, ended
 
 from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, LaunchDelayed, LaunchError, UsageError

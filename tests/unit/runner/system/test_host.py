@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from node_fakes import FakeHost
+from helpers.node_fakes import FakeHost
 
 from runner.system import processes
 from runner.system.host import Host

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from journals import event
+from helpers.journals import event
 from prometheus_client.core import Metric
 
 from checkpointing.agent.events import SlowRanks

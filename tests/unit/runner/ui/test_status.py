@@ -4,7 +4,7 @@ import io
 import subprocess
 
 import pytest
-from journals import entries
+from helpers.journals import entries
 from rich.console import Console
 
 from checkpointing.host.locking import this_machine

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.journals import entries
 from hypothesis import given
 from hypothesis import strategies as st
-from journals import entries
 from unit.runner.journal.test_ledger import EVENTS
 
 from runner.errors import UsageError

@@ -6,7 +6,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
-from journals import entries
+from helpers.journals import entries
 from unit.runner.journal.test_ledger import EVENTS, event
 
 from runner.journal.ledger import CAUSES

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from journals import entries
+from helpers.journals import entries
 from unit.runner.journal.test_ledger import EVENTS, event
 
 from runner.ui.report import render_page

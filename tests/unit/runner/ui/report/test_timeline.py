@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from journals import entries
+from helpers.journals import entries
 from unit.runner.journal.test_ledger import EVENTS, ended, event
 
 from runner.journal.ledger import account

@@ -1,6 +1,6 @@
 """The command `runner`, whose first node is killed at a chosen step of its protocol.
 
-    python tests/killed_leader.py TRACE [STEP NUMBER] -- start …
+    python tests/helpers/killed_leader.py TRACE [STEP NUMBER] -- start …
 
 A step is anything that another node, the storage or a later runner can see: a message sent or received, an event on
 record, the restart state next to the checkpoints, a message to the agent, the end of the processes. Each is written to

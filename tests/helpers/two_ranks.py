@@ -24,9 +24,8 @@ def run(case: str, folder: Path, devices: Sequence[str]) -> Ended:
     # What is forked has no use of a GPU that was looked for before.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = [*command, __file__, case, str(folder), *devices]
-    done = subprocess.run(
-        arguments, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=environment)
     return Ended((done.returncode,), done.stdout, done.stderr)
 
 

@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).with_name("data") / "bf31646"
+DATA = Path(__file__).parents[1] / "data" / "bf31646"
 ANSWERS: dict[str, dict[str, dict[str, Any]]] = json.loads((DATA / "answers.json").read_text())
 
 
