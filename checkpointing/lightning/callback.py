@@ -132,11 +132,11 @@ class ResilientCheckpoint(Checkpoint):
                 "lightning": self._loop,
             },
         )
-        point = self._pending = manager.choose() or manager.starting_point()
+        point = self._pending = manager.resumption.choose() or manager.resumption.starting_point()
         if point is not None:
-            manager.restore_model(point)
+            manager.resumption.restore_model(point)
             # Callbacks that rebuild the optimizer's parameter groups go by their own state, in their `on_fit_start`.
-            manager.restore_states(point, {"lightning"})
+            manager.resumption.restore_states(point, {"lightning"})
             replace_restoring(trainer, functools.partial(self._restore_training, point))
         self._loaders = FollowedLoaders(trainer, manager, manager.positions_in(point) if point is not None else [])
         self._loaders.install()
@@ -146,10 +146,10 @@ class ResilientCheckpoint(Checkpoint):
 
     def _restore_training(self, point: LoadedCheckpoint) -> None:
         assert self._manager is not None
-        self._manager.restore_optimizer(point)
+        self._manager.resumption.restore_optimizer(point)
         if self._loop.ended:
             # A further epoch draws its order from these; the epoch that was drawn has its own, see `LoaderCursor`.
-            self._manager.restore_rng(point)
+            self._manager.resumption.restore_rng(point)
             self._take_pending()
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
@@ -227,7 +227,7 @@ class ResilientCheckpoint(Checkpoint):
         if self._manager is None:
             return
         if self._pending is not None:
-            self._manager.restore_rng(self._pending)
+            self._manager.resumption.restore_rng(self._pending)
             self._loop.continue_logging()
             self._take_pending()
         self._save_if_due()

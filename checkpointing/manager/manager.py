@@ -10,8 +10,11 @@ manager.close()
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -19,17 +22,32 @@ import torch
 from checkpointing.agent.events import BatchShape
 from checkpointing.commit.retention import RetentionOptions, retention_of
 from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST
+from checkpointing.data.cursor import LoaderCursor
 from checkpointing.data.dealing import check_virtual_ranks
+from checkpointing.errors import Preempted
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.self_test import SelfTest
 from checkpointing.exact.shares import Share, Shares
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
+from checkpointing.host.failpoints import failpoint
+from checkpointing.host.heartbeat import Phase
 from checkpointing.manager import stop_signal
-from checkpointing.manager.checkpointed import CheckpointedTraining
+from checkpointing.manager.agent_connection import AgentConnection
+from checkpointing.manager.data_positions import DataPositions
+from checkpointing.manager.node_services import Connect, NodeServices
 from checkpointing.manager.options import Options
+from checkpointing.manager.resumption import Resumption
+from checkpointing.manager.saving import Saving
+from checkpointing.manager.slow_ranks import SpeedComparison, compare_speeds
 from checkpointing.manager.spikes import SkippedSteps
+from checkpointing.manager.step_protocol import Due, Measured, StepProtocol
+from checkpointing.manager.tracked import Tracked
+from checkpointing.process.flag_sync import FlagSync
 from checkpointing.process.ranks import Ranks
-from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence
+from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
+from checkpointing.snapshot.request import SmallFile
+from checkpointing.state.adapter import Adapter
 
 
 def micro_batch_divisor() -> int:
@@ -48,10 +66,17 @@ def skipped_steps() -> SkippedSteps:
     return SkippedSteps(rank_settings().skipped_steps)
 
 
-class CheckpointManager(CheckpointedTraining):
+class CheckpointManager:
     """Saves, resumes and stops a training loop. One per rank.
 
     Every rank calls all methods at the same step, from the thread that trains.
+
+    Attributes:
+        rank: Number of this rank among all.
+        world_size: Number of all ranks.
+        retention: Which checkpoints are kept.
+        resumption: What is restored, in the parts that an integration restores at different moments.
+        finished: Set by an integration: training has reached its end.
     """
 
     def __init__(
@@ -144,15 +169,83 @@ class CheckpointManager(CheckpointedTraining):
             buddy_copies=buddy_copies,
             allow_non_finite=allow_non_finite,
         )
-        super().__init__(options, Ranks.of_this_process())
+        self._assemble(options, Ranks.of_this_process())
         self.track(
             model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, states=states, pipeline=pipeline
         )
         self._virtual_ranks, self._wrapped = virtual_ranks, model
+        stop_signal.begin_reading()
+
+    def _assemble(self, options: Options, ranks: Ranks, connect: Connect = AgentConnection) -> None:
+        """Make the parts; all ranks call this together."""
+        settings = options.settings
+        self._options, self._ranks = options, ranks
+        self.rank, self.world_size, self.retention = ranks.rank, ranks.world_size, options.retention
+        self._node = NodeServices(options, ranks, connect)
+        self._tracked, self._positions = Tracked(ranks), DataPositions(ranks)
+        self._saving = Saving(ranks, self._node, self._tracked, self._positions)
+        self.resumption = Resumption(options, ranks, self._node, self._tracked, self._positions)
+        self._protocol = StepProtocol(
+            FlagSync(ranks.with_new_group().group),
+            CadenceClock(options.cadence, time.monotonic(), settings.num_failures, settings.observed_s),
+            is_first=ranks.is_first,
+            stop_wanted=lambda: self.stop_wanted,
+            measure=self._measure,
+            is_committed=self.resumption.is_committed,
+        )
+        self._speeds: SpeedComparison | None = None
         self._exact: ExactGradients | None = None
         # What the shares of the step are from.
         self._shares: Shares | None = None
-        stop_signal.begin_reading()
+        self._total_steps: int | None = None
+        self._closed = self._stopped = self.finished = False
+
+    # -- what is saved, and what is restored ---------------------------------------------------------------------------
+
+    @property
+    def static_files(self) -> dict[str, bytes]:
+        """Configuration and tokenizer, by file name: part of every checkpoint."""
+        return self._tracked.static_files
+
+    @static_files.setter
+    def static_files(self, files: dict[str, bytes]) -> None:
+        self._tracked.static_files = files
+
+    @property
+    def scratch(self) -> Path:
+        """A folder on this machine for files that this process may not live to remove."""
+        return self._node.connection.client.directory
+
+    def track(
+        self,
+        *,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any = None,
+        scaler: Any = None,
+        states: Mapping[str, Any] | None = None,
+        adapter: Adapter | None = None,
+        pipeline: bool = False,
+    ) -> None:
+        """Set what is saved and restored.
+
+        Sharded state (FSDP2, tensor parallelism) can be restored on any mesh. Where the ranks of each machine hold all
+        of it, it is saved whole; otherwise each machine writes its share.
+
+        Args:
+            model: The model, or a DeepSpeed engine; the wrappers of DDP and torch.compile are looked through.
+            optimizer: The optimizer; that of a DeepSpeed engine is known.
+            scheduler: The learning rate scheduler.
+            scaler: The gradient scaler.
+            states: Further objects with `state_dict` and `load_state_dict`, by name.
+            adapter: The part of the model that is trained, where the rest is not to be saved.
+            pipeline: The model is this rank's stage of a pipeline; all ranks call this together.
+
+        Raises:
+            ValueError: A name in `states` is taken.
+            CheckpointError: The model or the optimizer is of a kind that cannot be saved.
+        """
+        self._tracked.track(model, optimizer, scheduler, scaler, states or {}, adapter, pipeline=pipeline)
 
     def resume(self, total_steps: int | None = None) -> int:
         """Restore everything tracked and the generators; return the step to continue from, 0 for a fresh start.
@@ -165,16 +258,33 @@ class CheckpointManager(CheckpointedTraining):
         """
         # Refused before anything is restored.
         rank_settings().virtual_ranks_of(self._virtual_ranks)
-        point = self.choose() or self.starting_point()
+        point = self.resumption.choose() or self.resumption.starting_point()
         if point is not None:
-            self.restore_model(point)
-            self.restore_optimizer(point)
-            self.restore_rng(point)
-            self._positions.restore(point)
-            point.close()
+            self.resumption.restore(point)
         step = point.step if point is not None else 0
         self.begin(step, total_steps)
         return step
+
+    def load_best(self, last_step: int, *, together: bool = False, preferred: int | None = None) -> int | None:
+        """Load the model of the best checkpoint by `best_metric`, and nothing else of it.
+
+        A damaged checkpoint is skipped with a warning.
+
+        Args:
+            last_step: Step of the weights that the model has now; they need not be read.
+            together: All ranks call this and load the same; otherwise this rank alone does.
+            preferred: The best step, where the caller knows it; others are used where it cannot be read.
+
+        Returns:
+            The step; None where no checkpoint carries the metric and can be read, and the model is unchanged.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model; or its shards cannot be read any more, and a part of
+                the model has been loaded.
+        """
+        return self.resumption.load_best(self.retention, last_step, together=together, preferred=preferred)
+
+    # -- data ----------------------------------------------------------------------------------------------------------
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Iterate over a loader without end, epoch after epoch, from where the checkpoint was made.
@@ -236,7 +346,19 @@ class CheckpointManager(CheckpointedTraining):
         def drawn(shares: Shares) -> None:
             self._shares = shares
 
-        return Shares(steps, self._exact, lambda: self._heartbeat.step, drawn)
+        return Shares(steps, self._exact, lambda: self._node.heartbeat.step, drawn)
+
+    def follow(self, cursor: LoaderCursor, group_size: int = 1) -> None:
+        """Have the position of a loader saved that the caller drives; see `DataPositions.follow`."""
+        self._positions.follow(cursor, group_size)
+
+    def positions_in(self, point: LoadedCheckpoint) -> list[Any]:
+        """Return the loaders' positions that a checkpoint holds; raises InvalidCheckpoint where it is damaged."""
+        return self._positions.read(point)
+
+    def forget_positions(self) -> None:
+        """Stop following all loaders."""
+        self._positions.forget()
 
     def check_exact(self, batch: Any, compute: Callable[[Any], Any]) -> None:
         """Compute a micro-batch twice, and that of the first rank on all, and compare all bits; call it after `shares`.
@@ -251,6 +373,34 @@ class CheckpointManager(CheckpointedTraining):
         if self._exact is None:
             raise ValueError("check_exact() comes after shares()")
         SelfTest(self._exact, self._exact.module).run(batch, compute)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, start_step: int, total_steps: int | None = None) -> None:
+        """Start the training loop at this step.
+
+        Args:
+            start_step: The step that was restored; 0 for none.
+            total_steps: Steps that training is to have at its end, for progress displays; None if not known.
+
+        Raises:
+            CheckpointError: Something in `states` is sharded.
+        """
+        node = self._node
+        self._total_steps = total_steps
+        node.heartbeat.set_start(start_step)
+        node.reporter.training_started(start_step, total_steps, node.restorer.seconds)
+        node.restorer.seconds = 0.0
+        node.heartbeat.write(Phase.TRAINING, start_step)
+        node.heartbeat.watch_compiler()
+        self._speeds = compare_speeds(
+            self._tracked.state.model,
+            self._ranks,
+            node_rank=self._options.settings.node_rank,
+            report=node.reporter.slow_ranks,
+        )
+        self._tracked.check()
+        self._saving.begin(start_step)
 
     def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """End optimizer step number `step`: save when due, stop when all ranks have agreed to.
@@ -271,8 +421,8 @@ class CheckpointManager(CheckpointedTraining):
             self._shares = None
         due = self.end_of_step(step)
         samples = step if samples_consumed is None else samples_consumed
-        self._last_step.ended(step, samples, metrics)
-        self._reporter.metrics_of_every_step(step, metrics)
+        self._saving.last.ended(step, samples, metrics)
+        self._node.reporter.metrics_of_every_step(step, metrics)
         if due.stop or due.save:
             self.save(step, samples, metrics=metrics, wait=due.stop)
         elif due.snapshot:
@@ -288,4 +438,176 @@ class CheckpointManager(CheckpointedTraining):
             values: Values by name. `loss`, `learning_rate`, `grad_norm` and `tokens_per_s` are known, and names that
                 begin with `eval_` belong to an evaluation. Values that are not finite numbers are left out.
         """
-        self._reporter.metrics(step, values)
+        self._node.reporter.metrics(step, values)
+
+    def end_of_step(self, step: int) -> Due:
+        """Write a heartbeat, and agree with all ranks on what is due now."""
+        failpoint("training.step")
+        self._node.heartbeat.end_step(step)
+        if step == self._total_steps:
+            # Whatever a script does before it closes.
+            self.pause()
+        self._node.snapshots.end_of_step()
+        self._tracked.buckets.end_of_step()
+        if self._speeds is not None:
+            self._speeds.end_of_step()
+        return self._protocol.end_of_step(step)
+
+    def _measure(self) -> Measured:
+        snapshots = self._node.snapshots
+        return Measured(
+            snapshots.costs.snapshot_s, snapshots.is_preparing, self._node.connection.client.control.last_commit
+        )
+
+    def begin_step(self) -> None:
+        """Tell the watchdog that a step begins. Only needed after `pause`; the end of the next step implies it."""
+        if self._node.heartbeat.phase is Phase.IDLE:
+            self._node.heartbeat.write(Phase.TRAINING, self._node.heartbeat.step)
+
+    def pause(self) -> None:
+        """Tell the watchdog that no step runs (an evaluation, a change of epoch), and that this rank is alive.
+
+        A hang watchdog then waits longer, until the next step; call this again as a sign of life.
+        """
+        self._node.heartbeat.interrupt(Phase.IDLE)
+
+    def outside_steps(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which no step runs; afterwards, one that had begun goes on."""
+        return self._node.heartbeat.during(Phase.IDLE)
+
+    def announce_batch(self, shape: BatchShape) -> None:
+        """Report how a step is cut, so that a supervisor can cut finer where memory runs out."""
+        self._node.reporter.batch_shape(shape)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def wants(self, step: int, *, commit: bool = True) -> bool:
+        """Return whether `save` would do anything: there is no snapshot of this step, or none that is committed."""
+        return self._saving.wants(step, commit=commit)
+
+    def save(
+        self,
+        step: int,
+        samples_consumed: int,
+        files: Mapping[str, SmallFile] | None = None,
+        shared_files: Mapping[str, SmallFile] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
+        commit: bool = True,
+        generators: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Snapshot the state of a step; the copy runs in the background, up to the next optimizer step.
+
+        Until then, nothing but an optimizer may change the tracked state.
+
+        Args:
+            step: The step that has just ended.
+            samples_consumed: The data cursor, in samples drawn by all ranks.
+            files: This rank's own small files, by name; functions are called during training, in the copy thread.
+            shared_files: Small files that are equal on all ranks; only each node's local rank 0 needs to give them.
+            metrics: What was measured at this step, by name; decides which checkpoint is best. Only rank 0's count.
+            wait: Take the snapshot even if that means waiting for memory; otherwise it is skipped when all is in use.
+            commit: Commit it to storage, too; otherwise it stays in memory until there is a newer one.
+            generators: An earlier `rng.state` to be saved instead of the present one.
+        """
+        if not self.wants(step, commit=commit):
+            return
+        self._protocol.saved(commit=commit)
+        self._saving.save(
+            step,
+            samples_consumed,
+            self.retention,
+            files or {},
+            shared_files or {},
+            metrics=metrics or {},
+            wait=wait,
+            commit=commit,
+            generators=generators,
+        )
+
+    def wait_for_commit(self) -> None:
+        """Block until the last snapshot that is to be committed is.
+
+        Raises:
+            CommitFailed: Storage refused it.
+        """
+        self._saving.wait_for_commit()
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that this rank's training has waited for snapshots so far."""
+        return self._node.snapshots.stall_s
+
+    @property
+    def awaited(self) -> int | None:
+        """A step whose commit the caller waits for `Due` to report."""
+        return self._protocol.awaited
+
+    @awaited.setter
+    def awaited(self, step: int | None) -> None:
+        self._protocol.awaited = step
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    @property
+    def stop_wanted(self) -> bool:
+        """Whether this rank has been asked to stop; `end_of_step`, or `agree_to_stop`, agrees on it with all ranks."""
+        return stop_signal.requested() or self._node.connection.client.control.stop_requested
+
+    def agree_to_stop(self) -> bool:
+        """Return, outside steps, whether any rank had been asked to stop at the previous call.
+
+        Every rank must call this equally often. The next `end_of_step` does not repeat what is agreed here.
+        """
+        return self._protocol.agree_to_stop()
+
+    def stop(self, step: int) -> None:
+        """End this rank together with all others, once the snapshot of `step` is committed.
+
+        Raises:
+            Preempted: Always, after success.
+            CommitFailed: Storage refused the snapshot.
+        """
+        self._stopped = True
+        self.close()
+        raise Preempted(step)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """End training: wait for the last commit, and leave nothing in flight."""
+        if self._closed:
+            return
+        self._closed = True
+        self._tracked.buckets.close()
+        if not self._node.is_connected:
+            stop_signal.end_reading(stopped=False)
+            return
+        try:
+            self._finish(self._node.heartbeat.step)
+        finally:
+            self._node.connection.close_own_agent()
+
+    def _finish(self, step: int) -> None:
+        node, saving = self._node, self._saving
+        node.heartbeat.write(Phase.SAVING, step)
+        self._protocol.drain()
+        if self._speeds is not None:
+            self._speeds.close()
+        if not self._stopped and saving.is_last_missing():
+            self.save(saving.last.step, saving.last.samples_consumed, metrics=saving.last.metrics, wait=True)
+        saving.wait_for_commit()
+        if step == node.heartbeat.start_step:
+            self.resumption.await_commit_of_start(step)
+        # No rank leaves before every rank's commit is known: the launcher would take an early exit for a failure.
+        self._ranks.barrier()
+        node.snapshots.close()
+        node.heartbeat.write(Phase.DONE, step)
+        stop_signal.end_reading(stopped=self._stopped)
+        # Under a supervisor, the end of a loop is the end of its stage: another manager begins another one.
+        loop_ended = saving.last.step > 0 and self._options.has_chosen_location
+        node.connection.leave(step, finished=not self._stopped and (self.finished or loop_ended))

@@ -222,8 +222,8 @@ class SavingMixin(_Base):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._track()
-        self._manager.restore_model(point)
-        self._manager.restore_optimizer(point)
+        self._manager.resumption.restore_model(point)
+        self._manager.resumption.restore_optimizer(point)
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -232,7 +232,7 @@ class SavingMixin(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         self._track()
-        self._manager.restore_model(point)
+        self._manager.resumption.restore_model(point)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         point = self._session.start.point
@@ -240,7 +240,7 @@ class SavingMixin(_Base):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         self._track()
-        self._manager.restore_optimizer(point)
+        self._manager.resumption.restore_optimizer(point)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._session.start.point is None:
@@ -254,4 +254,4 @@ class SavingMixin(_Base):
         elif session.evaluation.after is not None:
             rng.set_state(session.evaluation.after)
         elif session.data.stream is None:
-            self._manager.restore_rng(point)
+            self._manager.resumption.restore_rng(point)

@@ -22,7 +22,7 @@ _ID_LENGTH = 16
 
 
 class Chooser(Protocol):
-    """The part of `CheckpointManager` that knows where a run can start."""
+    """The part of a manager's `Resumption` that knows where a run can start."""
 
     @property
     def starting_folder(self) -> str | None:
@@ -76,11 +76,11 @@ class Start:
         return pending
 
 
-def choose_start(manager: Chooser, args: Any, asked: str | bool | None, lineage: str = "") -> Start:
+def choose_start(chooser: Chooser, args: Any, asked: str | bool | None, lineage: str = "") -> Start:
     """Agree with all ranks on where to start; called by every rank.
 
     Args:
-        manager: Knows this run's checkpoints.
+        chooser: Knows this run's checkpoints: the `resumption` of a `CheckpointManager`.
         args: The trainer's `TrainingArguments`.
         asked: `resume_from_checkpoint` as the script passes it; counts while the run has no checkpoint of its own.
         lineage: A supervisor's name of the run, the same in every attempt; empty without a supervisor.
@@ -89,11 +89,11 @@ def choose_start(manager: Chooser, args: Any, asked: str | bool | None, lineage:
         CheckpointError: There are checkpoints, but none can be used.
     """
     # FSDP2 moves the model to the device only later.
-    point = manager.choose(on_device=args.device.type != "cpu")
-    run_name = _run_name(lineage, manager.stage_name, JobRecord.read(point) if point is not None else None)
+    point = chooser.choose(on_device=args.device.type != "cpu")
+    run_name = _run_name(lineage, chooser.stage_name, JobRecord.read(point) if point is not None else None)
     folder: str | bool | None = None
     if point is None:
-        folder = asked or manager.starting_folder
+        folder = asked or chooser.starting_folder
         if folder is True:
             folder = get_last_checkpoint(args.output_dir) or True
         found = own_checkpoint(Path(folder)) if isinstance(folder, (str, os.PathLike)) else None

@@ -92,11 +92,13 @@ class ResilientMixin(ExactMixin, SavingMixin):
         self._track()
         # As the script passes the data: trainers may drop rows when training begins.
         session.job = job_of(type(self), self.train_dataset)
-        session.start = start = choose_start(self._manager, self.args, resume_from_checkpoint, rank_settings().lineage)
+        session.start = start = choose_start(
+            self._manager.resumption, self.args, resume_from_checkpoint, rank_settings().lineage
+        )
         self._begin_exact(session, start)
         self._fit_job(start)
         session.has_trackers = continue_trackers(self.callback_handler.callbacks, start.run_name)
-        self._manager.check_way(start.step)
+        self._manager.resumption.check_way(start.step)
         evaluates_first = self.args.eval_on_start
         # A resumed run has done it before: the figures are in the history.
         self.args.eval_on_start = evaluates_first and start.point is None
@@ -126,7 +128,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         if session.start.point is not None:
             # Callbacks may have reset themselves in on_train_begin.
             names = {name for name in self._further_states() if name.startswith(CALLBACK_PREFIX)}
-            manager.restore_states(session.start.point, names)
+            manager.resumption.restore_states(session.start.point, names)
         manager.announce_batch(batch_shape(self, session.data.shared_samples))
         manager.begin(step, self.state.max_steps)
         session.figures.loss_since = step
@@ -143,7 +145,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         session.is_finalizing = True
         try:
             with best_model_at_end(
-                self.args, self.state, self._load_best_of, manager.folder_of, stopping=session.stopping
+                self.args, self.state, self._load_best_of, manager.resumption.folder_of, stopping=session.stopping
             ):
                 output = super()._finalize_training(*args, **kwargs)
         finally:
@@ -196,7 +198,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         if point is not None and cursor is not None and steps and has_ended:
             # Only the end of the epoch is left, with what is evaluated, logged and saved there.
             cursor.skip_epoch()
-            self._manager.restore_rng(point)
+            self._manager.resumption.restore_rng(point)
             self._begin_resumed()
             kwargs["num_update_steps_per_epoch"] = 0
         elif over:
@@ -228,7 +230,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
             session.guard.restore_losses(loop.recent_losses or ())
         repeats_evaluation = loop is not None and loop.evaluation_due
         if repeats_evaluation or session.data.stream is not None:
-            self._manager.restore_rng(point)
+            self._manager.resumption.restore_rng(point)
         if repeats_evaluation:
             self.control.should_evaluate = True
             self._maybe_log_save_evaluate(self._tr_loss, None, self.model_wrapped, None, self.state.epoch, None, 0.0)

@@ -236,7 +236,7 @@ class Ours(Method):
 
     # The optimizer's own hook waits here; calling it measures the wait.
     def before_optimizer(self) -> None:
-        self.manager._snapshotter._copy_thread.pre_step_barrier()
+        self.manager._node.snapshots._copy_thread.pre_step_barrier()
 
 
 METHODS: dict[str, type[Method]] = {

@@ -295,7 +295,7 @@ def _steps(on: str, parameters: float, num_steps: int, tokens: int, every: int |
             folder, model=model, optimizer=optimizer, snapshot_steps=every or 10**9, save_steps=None
         )
         manager.resume()
-        snapshotter = manager._snapshotter
+        snapshotter = manager._node.snapshots
 
         def train(step: int) -> None:
             began = time.perf_counter()
@@ -317,7 +317,7 @@ def _steps(on: str, parameters: float, num_steps: int, tokens: int, every: int |
             train(step)
         stall_s = manager.stall_s - stall_s
         copies, price = list(snapshotter.costs._copies), snapshotter.costs.snapshot_s
-        nbytes = expected_bytes(manager._train_state)
+        nbytes = expected_bytes(manager._tracked.state)
         manager.close()
     usual = statistics.median(times)
     return {

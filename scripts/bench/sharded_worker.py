@@ -119,14 +119,14 @@ class Ours(Sharded):
 
     # The optimizer's own hook waits here; calling it measures the wait.
     def before_optimizer(self) -> None:
-        self.manager._snapshotter._copy_thread.pre_step_barrier()
+        self.manager._node.snapshots._copy_thread.pre_step_barrier()
 
     def wait(self) -> None:
         self.manager.wait_for_commit()
 
     # Under `runner start` the agent is there before the ranks are. Asking for it starts it.
     def get_ready(self) -> None:
-        _ = self.manager._connection
+        _ = self.manager._node.connection
 
     def load(self, step: int) -> None:
         found = self.manager.resume()

@@ -65,7 +65,6 @@ def _object(name: str, found: Any) -> Iterator[str]:
         return
     yield from _function(name, found.members["__init__"], found.docstring)
     for method in _METHODS[name]:
-        # Also those that the class inherits.
         assert method in found.all_members, f"{name}.{method} is not there any more: correct _METHODS in {__file__}"
         own = found.all_members[method]
         yield f"#### {name}.{method}"
@@ -75,7 +74,8 @@ def _object(name: str, found: Any) -> Iterator[str]:
 def _function(name: str, found: Any, summary: Any = None) -> Iterator[str]:
     yield code(_signature(name, found), "python")
     if summary is not None:
-        yield paragraphs(summary.value)
+        # Attributes are for integrations.
+        yield paragraphs(summary.value.split("\n\nAttributes:")[0])
     assert found.docstring is not None, f"{name} needs a docstring"
     yield from _sections(found.docstring)
 

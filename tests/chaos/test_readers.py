@@ -56,6 +56,7 @@ from checkpointing.format.manifest import Manifest, _self_digest
 from checkpointing.format.shard_index import INDEX_NAME
 from checkpointing.host import locking
 from checkpointing.process import rng
+from checkpointing.resume.restorer import restore_generators
 from checkpointing.resume.verified_read import BufferCache, DigestShares, read_verified
 from checkpointing.state.adapter import BASE_NAME, Adapter
 from checkpointing.storage import LocalStorage, Storage
@@ -520,7 +521,6 @@ def torch_file(name: str, place: Place) -> Reader:
 
 def generators(place: Place) -> Reader:
     """Every generator works afterwards, and where the file was refused, as if nothing had been read."""
-    rank = SimpleNamespace(rank=0, world_size=1)
 
     def draw() -> list[Any]:
         numbers = [random.random() for _ in range(700)] + [random.gauss(), random.gauss()]
@@ -529,7 +529,7 @@ def generators(place: Place) -> Reader:
     def read(data: bytes) -> bool:
         before = rng.state(1)
         with refused("rng_state.pth", CheckpointError) as was:
-            CheckpointManager.restore_rng(rank, point("rng_state.pth", data))  # type: ignore[arg-type]
+            restore_generators(point("rng_state.pth", data), 0, 1)
         drawn = draw()
         if was():
             rng.set_state(before)

@@ -89,19 +89,19 @@ for step in range(start, steps):
 manager.wait_for_commit()
 if strategy == "fsdp":
     # What trains changes nothing but through the optimizer; what does is seen, by whichever way.
-    state = manager._train_state.capture()
+    state = manager._tracked.state.capture()
     torch.nn.functional.cross_entropy(trained(tokens)[0], tokens[0].roll(1)).backward()
     assert state.changed() == 0
     before = digest()
     with torch.no_grad():
         for change in (lambda p: p.mul_(2), lambda p: p._local_tensor.mul_(2), lambda p: p.to_local().mul_(2)):
-            state = manager._train_state.capture()
+            state = manager._tracked.state.capture()
             change(next(model.parameters()))
             assert state.changed() > 0
         trained(tokens)
     # After an evaluation some parameters are whole.
     point = read_checkpoint(open_storage(folder), steps, dist.get_rank(), dist.get_world_size())
-    manager.restore_model(point)
+    manager.resumption.restore_model(point)
     assert digest() == before
 manager.close()
 dist.destroy_process_group()

@@ -94,7 +94,7 @@ def whole(value):
 
 def state_digest():
     # Of all elements of the parameters and of the optimizer's state, whatever rank holds them.
-    zero = manager._train_state.zero
+    zero = manager._tracked.state.zero
     own = (zero or optimizer).state_dict()["state"]
     state = model.state_dict(keep_vars=True) | (zero.masters if zero else {})
     # Tied to the embedding; with 16 bits, only one of the names has a copy in full precision.
@@ -218,7 +218,7 @@ KILLED_ONCE = KILLED_ONCE.replace(
         manager.wait_for_commit()
         os.kill(os.getpid(), signal.SIGKILL)
 """,
-    """        manager._snapshotter.settle()
+    """        manager._node.snapshots.settle()
         dist.barrier()
         if rank == size - 1 and start == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -271,7 +271,7 @@ NODE_LOST = KILLED_ONCE.replace(
             os.kill(os.getpid(), signal.SIGKILL)""",
 ).replace(
     "        dist.barrier()\n",
-    "        if start == 0:\n            manager._snapshotter._maker.buddies.close()\n        dist.barrier()\n",
+    "        if start == 0:\n            manager._node.snapshots._maker.buddies.close()\n        dist.barrier()\n",
 )
 
 

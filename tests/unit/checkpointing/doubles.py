@@ -14,6 +14,7 @@ from checkpointing.commit.retention import Retention
 from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
 from checkpointing.host.environment import RankSettings
 from checkpointing.host.heartbeat import ControlPage, Heartbeat
+from checkpointing.manager.manager import CheckpointManager
 from checkpointing.manager.options import Options
 from checkpointing.process.ranks import Ranks
 from checkpointing.snapshot.cadence import Cadence
@@ -79,6 +80,13 @@ class Connection:
 
     def close_own_agent(self) -> None:
         self.num_closed += 1
+
+
+def manager(options: Options, connection: Connection) -> CheckpointManager:
+    """A manager of a single rank, of what it is made of rather than of what a script gives."""
+    made = CheckpointManager.__new__(CheckpointManager)
+    made._assemble(options, Ranks(), connection)
+    return made
 
 
 def options(location: Path, settings: RankSettings | None = None, cadence: Cadence | None = None) -> Options:

@@ -9,15 +9,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
-from unit.checkpointing.doubles import Connection, options
+from unit.checkpointing.doubles import Connection, manager, options
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import pieces
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
-from checkpointing.manager.restorable import RestorableTraining
 from checkpointing.process.device import HostDevice
-from checkpointing.process.ranks import Ranks
 from checkpointing.state.adapter import BASE_NAME
 from checkpointing.state.expected_size import expected_bytes
 from checkpointing.state.train_state import TrainState
@@ -132,6 +130,6 @@ def test_an_adapter_that_is_not_found_is_not_saved_as_an_empty_one() -> None:
 def test_an_adapter_is_found_in_a_compiled_model(tmp_path: Path) -> None:
     """accelerate's FSDP2 leaves the model in torch.compile's wrapper, whose names PEFT does not know."""
     own = tracked(model())
-    training = RestorableTraining(options(tmp_path), Ranks(), connect=Connection(tmp_path))
+    training = manager(options(tmp_path), Connection(tmp_path))
     training.track(model=torch.compile(own.model), optimizer=own.optimizer, adapter=own.adapter)
-    assert training._train_state.capture().model.keys() == own.capture().model.keys()
+    assert training._tracked.state.capture().model.keys() == own.capture().model.keys()

@@ -8,20 +8,19 @@ from typing import Any
 import pytest
 import torch
 from helpers.small_checkpoint import network, snapshot, write_checkpoint
-from unit.checkpointing.doubles import Connection, options
+from unit.checkpointing.doubles import Connection, manager, options
 
 from checkpointing.commit.training_stage import TrainingStage
 from checkpointing.errors import CheckpointError
 from checkpointing.host.environment import RankSettings
 from checkpointing.host.heartbeat import Phase
-from checkpointing.manager.restorable import RestorableTraining
-from checkpointing.process.ranks import Ranks
+from checkpointing.manager.manager import CheckpointManager
 
 
-def training(folder: Path, connection: Connection | None = None, **settings: Any) -> RestorableTraining:
+def training(folder: Path, connection: Connection | None = None, **settings: Any) -> CheckpointManager:
     """A training of a model that is not the saved one yet."""
     connection = connection or Connection(folder)
-    made = RestorableTraining(options(folder, RankSettings(**settings)), Ranks(), connect=connection)
+    made = manager(options(folder, RankSettings(**settings)), connection)
     torch.manual_seed(1)
     model = torch.nn.Linear(4, 3)
     made.track(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.5))
@@ -31,9 +30,9 @@ def training(folder: Path, connection: Connection | None = None, **settings: Any
 def test_the_agent_is_reached_when_it_is_needed_and_once(tmp_path: Path) -> None:
     connection = Connection(tmp_path)
     own = training(tmp_path, connection)
-    assert connection.num_connected == 0 and not own._is_connected
-    assert own.folder_of(7) == f"{tmp_path}/checkpoint-7" and own.scratch == tmp_path
-    assert connection.num_connected == 1 and own._is_connected
+    assert connection.num_connected == 0 and not own._node.is_connected
+    assert own.resumption.folder_of(7) == f"{tmp_path}/checkpoint-7" and own.scratch == tmp_path
+    assert connection.num_connected == 1 and own._node.is_connected
 
 
 def test_the_newest_checkpoint_is_restored(tmp_path: Path) -> None:
@@ -41,19 +40,19 @@ def test_the_newest_checkpoint_is_restored(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, (model, optimizer))
     connection = Connection(tmp_path)
     own = training(tmp_path, connection)
-    point = own.choose()
+    point = own.resumption.choose()
     assert point is not None and point.step == 10
     assert connection.client.beat.phase is Phase.RESTORING
-    own.restore_model(point)
-    own.restore_optimizer(point)
-    state: Any = own._train_state
+    own.resumption.restore_model(point)
+    own.resumption.restore_optimizer(point)
+    state: Any = own._tracked.state
     assert torch.equal(state.model.weight, model.weight) and state.optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_the_state_of_a_model_on_the_cpu_is_the_ranks_own(tmp_path: Path) -> None:
     """On an accelerator it is copied from memory that all ranks share; the caller may say where the model will be."""
     write_checkpoint(tmp_path, 10, network())
-    found = {on_device: training(tmp_path).choose(on_device=on_device) for on_device in (None, True, False)}
+    found = {on_device: training(tmp_path).resumption.choose(on_device=on_device) for on_device in (None, True, False)}
     assert {on_device: point and point.private for on_device, point in found.items()} == {
         None: True,
         True: False,
@@ -63,13 +62,13 @@ def test_the_state_of_a_model_on_the_cpu_is_the_ranks_own(tmp_path: Path) -> Non
 
 def test_a_snapshot_in_memory_is_newer_than_the_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, network())
-    point = training(tmp_path, Connection(tmp_path, snapshot(12, network()))).choose()
+    point = training(tmp_path, Connection(tmp_path, snapshot(12, network()))).resumption.choose()
     assert point is not None and point.step == 12
 
 
 def test_without_a_checkpoint_training_starts_from_the_beginning(tmp_path: Path) -> None:
     own = training(tmp_path)
-    assert own.choose() is None and own.starting_point() is None
+    assert own.resumption.choose() is None and own.resumption.starting_point() is None
 
 
 def test_another_runs_checkpoint_is_for_the_first_training_only(tmp_path: Path) -> None:
@@ -77,30 +76,27 @@ def test_another_runs_checkpoint_is_for_the_first_training_only(tmp_path: Path) 
     write_checkpoint(folder, 10, network())
     source = str(folder / "checkpoint-10")
     first = training(tmp_path, resume_from=source)
-    assert first.starting_folder == source and first.stage_name == ""
-    point = first.starting_point()
+    assert first.resumption.starting_folder == source and first.resumption.stage_name == ""
+    point = first.resumption.starting_point()
     assert point is not None and point.step == 10
     later = training(tmp_path, Connection(tmp_path, stage=TrainingStage("stage-2", 2, 10)), resume_from=source)
-    assert later.starting_folder is None and later.starting_point() is None and later.stage_name == "stage-2"
+    assert (
+        later.resumption.starting_folder is None
+        and later.resumption.starting_point() is None
+        and later.resumption.stage_name == "stage-2"
+    )
 
 
 def test_a_commit_that_cannot_be_looked_up_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = write_checkpoint(tmp_path, 10, network())
     own = training(tmp_path)
-    assert own.is_committed(10) and not own.is_committed(11)
+    assert own.resumption.is_committed(10) and not own.resumption.is_committed(11)
 
     def refuse(self: object) -> list[int]:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(type(storage), "survey", refuse)
-    assert not own.is_committed(10)
-
-
-def test_names_of_states_must_be_free(tmp_path: Path) -> None:
-    own = training(tmp_path)
-    model, optimizer = network()
-    with pytest.raises(ValueError, match="optimizer"):
-        own.track(model=model, optimizer=optimizer, states={"optimizer": model})
+    assert not own.resumption.is_committed(10)
 
 
 def test_foreign_checkpoints_ahead_are_not_overwritten(tmp_path: Path) -> None:
@@ -109,6 +105,6 @@ def test_foreign_checkpoints_ahead_are_not_overwritten(tmp_path: Path) -> None:
     (folder / "trainer_state.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"weights")
     own = training(tmp_path)
-    own.check_way(20)
+    own.resumption.check_way(20)
     with pytest.raises(CheckpointError, match="checkpoint-20"):
-        own.check_way(10)
+        own.resumption.check_way(10)

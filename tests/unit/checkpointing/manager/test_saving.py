@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.small_checkpoint import network, write_checkpoint
-from unit.checkpointing.doubles import Connection, options
+from unit.checkpointing.doubles import Connection, manager, options
 
 from checkpointing.errors import CommitFailed, Preempted
 from checkpointing.format.layout import MODEL_NAME
 from checkpointing.host.environment import RankSettings
 from checkpointing.host.heartbeat import Phase
 from checkpointing.manager import stop_signal
-from checkpointing.manager.checkpointed import CheckpointedTraining
-from checkpointing.process.ranks import Ranks
 from checkpointing.snapshot.cadence import Cadence
 
 
@@ -28,7 +25,7 @@ class Job:
         self.connection = Connection(folder)
         self.client = self.connection.client
         own = options(folder, RankSettings(**settings), cadence)
-        self.training = CheckpointedTraining(own, Ranks(), connect=self.connection)
+        self.training = manager(own, self.connection)
         self.model, self.optimizer = network()
         self.training.track(model=self.model, optimizer=self.optimizer)
         self.training.begin(start_step, 100)
@@ -36,7 +33,7 @@ class Job:
     def loop_step(self, step: int, **metrics: float) -> None:
         """End a step of a loop that saves nothing itself."""
         self.training.end_of_step(step)
-        self.training._last_step.ended(step, step, metrics)
+        self.training._saving.last.ended(step, step, metrics)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.client.events if event["event"] == name]
@@ -121,7 +118,7 @@ def test_no_step_runs_while_a_commit_is_waited_for(job: Job, monkeypatch: pytest
 
 def test_no_step_runs_while_the_best_model_is_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     phases = []
-    monkeypatch.setattr(job.training._restorer, "load_best", lambda *_, **__: phases.append(job.client.beat.phase))
+    monkeypatch.setattr(job.training._node.restorer, "load_best", lambda *_, **__: phases.append(job.client.beat.phase))
     job.training.load_best(3)
     assert phases == [Phase.IDLE] and job.client.beat.phase is Phase.TRAINING
 
@@ -163,7 +160,7 @@ def test_closing_twice_leaves_the_agent_once(finished: bool, job: Job) -> None:
 
 def test_a_manager_that_was_never_used_reaches_no_agent(tmp_path: Path) -> None:
     connection = Connection(tmp_path)
-    CheckpointedTraining(options(tmp_path), Ranks(), connect=connection).close()
+    manager(options(tmp_path), connection).close()
     assert connection.num_connected == 0
 
 
@@ -191,17 +188,17 @@ def test_a_loop_that_made_no_step_after_its_restore_commits_nothing(tmp_path: Pa
 def test_a_loop_that_resumed_from_shares_and_made_no_step_ends_when_they_are_committed(tmp_path: Path) -> None:
     """Nobody commits them again; the next attempt then computes the last steps once more."""
     job = Job(tmp_path, start_step=7)
-    job.training._started_in_shares = True
+    job.training.resumption._started_in_shares = True
     with pytest.raises(CommitFailed, match="could not commit the shares of step 7"):
         job.training.close()
     assert job.client.waited == [True] and job.client.discarded == [7]
     write_checkpoint(tmp_path, 7, network())
     job = Job(tmp_path, start_step=7)
-    job.training._started_in_shares = True
+    job.training.resumption._started_in_shares = True
     job.training.close()
     # Once there was a step, its own save counts.
     job = Job(tmp_path, start_step=5)
-    job.training._started_in_shares = True
+    job.training.resumption._started_in_shares = True
     job.loop_step(6)
     job.training.close()
     assert job.client.commits == [6] and job.client.waited == []
@@ -247,28 +244,3 @@ def test_a_pause_is_a_sign_of_life_until_the_next_step_begins(job: Job) -> None:
     for _ in range(2):
         job.training.begin_step()
     assert job.client.beat.phase is Phase.TRAINING and job.client.beat.beats == beat.beats + 2
-
-
-def test_the_state_of_communication_hooks_is_named_in_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    own = CheckpointedTraining(options(tmp_path), Ranks(), connect=Connection(tmp_path))
-    model = torch.nn.Linear(1, 1)
-    own.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
-    own._hook_states = ["PowerSGDState"]
-    own.begin(0)
-    own.close()
-    assert "PowerSGDState" in caplog.text
-
-
-@pytest.mark.parametrize(("states", "is_said"), [({}, True), ({"other": torch.nn.Linear(2, 2)}, False)])
-def test_parameters_that_nothing_saves_are_counted_in_a_warning(
-    states: dict[str, torch.nn.Module], is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    own = CheckpointedTraining(options(tmp_path), Ranks(), connect=Connection(tmp_path))
-    model, other = torch.nn.Linear(1, 1), states.get("other", torch.nn.Linear(2, 2))
-    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()])
-    own.track(model=model, optimizer=optimizer, states=states)
-    own.begin(0)
-    own.close()
-    assert ("trains 2 parameters that are not in `model`" in caplog.text) is is_said

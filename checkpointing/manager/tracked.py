@@ -1,0 +1,104 @@
+"""What is saved and restored: the model and all that belongs to its training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from checkpointing.process.ranks import Ranks
+from checkpointing.state.adapter import Adapter
+from checkpointing.state.ddp_buckets import DdpBuckets
+from checkpointing.state.pipeline import PipelineState
+from checkpointing.state.train_state import TrainState, hooks_with_memory
+from checkpointing.state.wrappers import is_wrapped, unwrapped
+from checkpointing.state.zero import ZeroState, is_engine
+
+logger = logging.getLogger("checkpointing")
+
+
+class Tracked:
+    """What a manager tracks.
+
+    Args:
+        ranks: This rank.
+
+    Attributes:
+        state: Of the training.
+        buckets: The order in which DDP sums gradients.
+        static_files: Configuration and tokenizer, by file name: part of every checkpoint.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.state: TrainState
+        self.buckets = DdpBuckets(is_first=ranks.is_first)
+        self.static_files: dict[str, bytes] = {}
+        self._zero: ZeroState | None = None
+        # Classes of what DDP's communication hooks remember, which no checkpoint holds.
+        self._hook_states: list[str] = []
+
+    def track(
+        self,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        scaler: Any,
+        states: Mapping[str, Any],
+        adapter: Adapter | None,
+        *,
+        pipeline: bool,
+    ) -> None:
+        """Set it; see `CheckpointManager.track`."""
+        while is_wrapped(model):
+            if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+                self._hook_states = hooks_with_memory(model)
+            model = unwrapped(model)
+        if is_engine(model):
+            if self._zero is None or self._zero.engine is not model:
+                self._zero = ZeroState(model)
+            model, optimizer = self._zero.module, self._zero
+        zero = self._zero if optimizer is self._zero else None
+        stages = PipelineState(model, getattr(optimizer, "optimizer", optimizer), self._ranks) if pipeline else None
+        self.state = TrainState(model, optimizer, scheduler, scaler, dict(states), adapter, zero, stages)
+        self.buckets.track([model, optimizer, *self.state.states.values()])
+
+    @property
+    def has_training(self) -> bool:
+        """Whether there is something to save."""
+        return self.state.model is not None and self.state.optimizer is not None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the model is on an accelerator."""
+        return self.state.model is not None and self.state.on_gpu
+
+    def check(self) -> None:
+        """Check that it can be saved, and warn once of what no checkpoint will hold.
+
+        Raises:
+            CheckpointError: Something in `states` is sharded.
+        """
+        if self._ranks.is_first and self._hook_states and not self.state.states:
+            logger.warning(
+                "the state of DDP's communication hook (%s) is in no checkpoint: a resumed run begins with an empty "
+                "one. Give it in `states` as an object with state_dict and load_state_dict",
+                ", ".join(self._hook_states),
+            )
+        if not self.has_training:
+            return
+        self.state.check()
+        unsaved = self.state.num_unsaved
+        if self._ranks.is_first and unsaved and not any(map(_may_hold_parameters, self.state.states.values())):
+            logger.warning(
+                "the optimizer trains %d parameters that are not in `model`: no checkpoint holds them, and a resumed "
+                "run begins with what the script makes. Give their module in `states`, or one model that has them all",
+                unsaved,
+            )
+
+
+def _may_hold_parameters(state: Any) -> bool:
+    """Return whether an object in `states` may be what holds parameters, without being a module or an optimizer."""
+    return not isinstance(state, torch.nn.Module) and not hasattr(state, "param_groups")
