@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from checkpointing.host.extras import not_installed
+from checkpointing.host.environment import not_installed
 from runner.errors import ExitCode
 
 

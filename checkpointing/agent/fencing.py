@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import FencedEvent, TierUnreachable
 from checkpointing.agent.reporting import text_of
 from checkpointing.agent.results import Report
@@ -49,18 +48,20 @@ class Fencer:
 
     Attributes:
         current: The newest attempt's begin.
+        commits: Whether this node is the one that writes; otherwise it only looks up the newest checkpoint. The nodes
+            of a run may take turns in that, when an attempt begins.
     """
 
-    def __init__(self, tiers: Tiers, report: Report, *, duty: Duty, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, tiers: Tiers, report: Report, *, commits: bool, patience_s: float = PATIENCE_S) -> None:
         """Create a fencer.
 
         Args:
             tiers: Where.
             report: Takes its events.
-            duty: Whether this node writes; otherwise it only looks up the newest checkpoint.
+            commits: Whether this node writes first.
             patience_s: Seconds to wait for a durable tier where there is a local one.
         """
-        self._tiers, self._report, self._duty, self._patience_s = tiers, report, duty, patience_s
+        self._tiers, self._report, self.commits, self._patience_s = tiers, report, commits, patience_s
         self.current = Fencing(-1, durable_begun=True)
         self.current.answered.set()
         # Attempts may follow each other faster than storage answers.
@@ -81,7 +82,7 @@ class Fencer:
             if fencing is not self.current:
                 return
             try:
-                if self._duty.commits:
+                if self.commits:
                     self._fence(fencing)
                 catalog = self._tiers.catalog if fencing.unreachable is None else Catalog(self._tiers.first)
                 fencing.newest = next((entry for entry in catalog.scan() if entry.manifest), None)
@@ -104,7 +105,7 @@ class Fencer:
             Fenced: A newer attempt has begun.
             OSError: Storage refused.
         """
-        if self._duty.commits:
+        if self.commits:
             self._fence_durable(self.current)
 
     def _fence(self, fencing: Fencing) -> None:

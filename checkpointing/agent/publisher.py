@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from checkpointing.agent.arenas import Arena
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import (
     CommitFailedEvent,
     Committed,
@@ -68,7 +67,6 @@ class Publisher:
         fencer: Fencer,
         report: Report,
         *,
-        duty: Duty,
         local_retention: Retention,
         flush_retries: Callable[[], None] = lambda: None,
         clock: Clock = time.monotonic,
@@ -79,7 +77,6 @@ class Publisher:
             tiers: Where.
             fencer: Begins attempts there.
             report: Takes its events.
-            duty: Whether this node is the one that commits.
             local_retention: What the local tier keeps.
             flush_retries: Called at the end of each task, to report calls that were retried.
             clock: Seconds.
@@ -89,12 +86,16 @@ class Publisher:
         self.has_work: Callable[[], bool] = bool
         self._tiers, self._fencer, self._report = tiers, fencer, report
         self._local_retention, self._flush_retries, self._clock = local_retention, flush_retries, clock
-        self._duty = duty
         self._meetings = _Meetings()
         # By tier: sizes of the checkpoints that could not be removed, by step.
         self._stuck: dict[str, dict[int, int]] = {}
         # Step and attempt of the checkpoints that were read back from the durable tier.
         self._proven: set[tuple[int, int]] = set()
+
+    @property
+    def commits(self) -> bool:
+        """Whether this node is the one that writes."""
+        return self._fencer.commits
 
     def commit(self, arena: Arena, storage: Storage, split: ReplicatedSave | None = None) -> Outcome:
         """Publish an arena's snapshot, once its attempt has begun. Its digests are awaited file by file.
@@ -217,7 +218,7 @@ class Publisher:
         durable.watch(progress_reporter("upload", arena.info.step, own, self._report, self._clock))
 
         def is_wanted() -> bool:
-            return self._fencer.current.attempt <= attempt and not self._duty.commits
+            return self._fencer.current.attempt <= attempt and not self._fencer.commits
 
         try:
             files = self._checked(arena, held)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import (
     CommitFailedEvent,
     Committed,
@@ -80,7 +79,6 @@ class Scheduler:
         workers: Writers,
         publish: Callable[[Event], None],
         *,
-        duty: Duty,
         clock: Clock = time.monotonic,
     ) -> None:
         """Create a scheduler.
@@ -89,10 +87,9 @@ class Scheduler:
             pool: The arenas.
             workers: Write what is to be committed.
             publish: Takes events for monitors.
-            duty: Whether this node's agent writes; otherwise a commit is another node's, and over at once.
             clock: Seconds.
         """
-        self._pool, self._workers, self._publish, self._duty, self._clock = pool, workers, publish, duty, clock
+        self._pool, self._workers, self._publish, self._clock = pool, workers, publish, clock
         # The leader's latest decision: which request it answers, and the arena, or None where the step is skipped.
         self._decided: tuple[tuple[int, int], Arena | None] | None = None
         self.outcomes: dict[int, str | None] = {}
@@ -215,7 +212,8 @@ class Scheduler:
         reason = f"it is not finite: {', '.join(arena.not_finite[:3])}"
         self._publish_step(SnapshotDropped(step=arena.step, reason=reason))
         arena.is_spent = True
-        if self._duty.commits:
+        # Otherwise a commit is another node's, and over at once.
+        if self._workers.commits:
             arena.num_tasks += 1
             self._workers.of(arena.stage).keep_not_finite(arena)
 
@@ -318,8 +316,8 @@ class Scheduler:
 
     def _commit(self, arena: Arena) -> None:
         # What another node commits is not wanted here, should this one take over.
-        arena.publishes = self._duty.commits
-        arena.commit_wanted = self._duty.commits or arena.together is not None
+        arena.publishes = self._workers.commits
+        arena.commit_wanted = self._workers.commits or arena.together is not None
         # Once: when a commit is tried again, the other nodes do not write their parts again.
         split, arena.split = arena.split, None
         if arena.commit_wanted:

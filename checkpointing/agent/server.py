@@ -18,21 +18,21 @@ memory for two.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import socket
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from checkpointing.agent import protocol
 from checkpointing.agent.arenas import Arena, ArenaPool
 from checkpointing.agent.connections import Client, Connections
 from checkpointing.agent.current_attempt import CurrentAttempt
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import Committed, Event, MemoryShort
-from checkpointing.agent.mailbox import Mailbox
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Guest, Message, Refusal
-from checkpointing.agent.results import FenceAnswered, Result, stamped_announcement
+from checkpointing.agent.results import FenceAnswered, Report, Result, stamped_announcement
 from checkpointing.agent.resumption import Resumption, described
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
 from checkpointing.agent.writer import Writer
@@ -61,18 +61,25 @@ class Agent:
             make_worker: Creates the storage worker of a stage.
         """
         self._run_id = options.run_id
-        self._duty = Duty(options.commits)
         self._drained = False
         self._results: Mailbox[tuple[Result, Arena | None]] = Mailbox()
         self.wakeup_fd = self._results.wakeup_fd
         self._connections = Connections(listener, self._results, on_abandoned=self._end)
         if make_worker is None:
-            make_worker = functools.partial(Writer, duty=self._duty, local_retention=options.local_retention)
-        self._workers = Writers(tiers, lambda result, arena: self._results.post((result, arena)), make_worker)
+
+            def make_worker(tiers: Tiers, report: Report, commits: bool) -> Writer:
+                return Writer(tiers, report, commits=commits, local_retention=options.local_retention)
+
+        self._workers = Writers(
+            tiers,
+            lambda result, arena: self._results.post((result, arena)),
+            make_worker,
+            commits=options.commits,
+        )
         self._pool = ArenaPool(
             options.memory_limit, lambda number, reason: self._publish(MemoryShort(arenas=number, reason=reason))
         )
-        self._scheduler = Scheduler(self._pool, self._workers, self._publish, duty=self._duty)
+        self._scheduler = Scheduler(self._pool, self._workers, self._publish)
         self._resumption = Resumption(self._pool, self._scheduler, self._workers, self._publish)
         self._attempt = CurrentAttempt(
             self._workers, self._scheduler, self._resumption, ControlPage.create(), self._publish
@@ -155,7 +162,7 @@ class Agent:
     def _handle_monitor(self, client: Client, message: Message) -> None:
         match message.get("do"):
             case "begin_attempt":
-                self._duty.commits = bool(message.get("commits", self._duty.commits))
+                self._workers.commits = bool(message.get("commits", self._workers.commits))
                 self._workers.hurry(False)
                 self._attempt.begin(int(message["attempt"]), fetch=bool(message["fetch"]))
                 self._connections.send(client, {"event": protocol.ATTEMPT_BEGUN, "attempt": self._attempt.number})
@@ -347,3 +354,43 @@ def _new_fds(arenas: Sequence[Arena], client: Client) -> tuple[int, ...]:
     new = [arena for arena in arenas if arena.number not in client.sent_arenas]
     client.sent_arenas |= {arena.number for arena in new}
     return tuple(arena.memory.fd for arena in new)
+
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """A queue whose `fileno` is readable while there may be something to take."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[T] = deque()
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._receiver.fileno()
+
+    @property
+    def wakeup_fd(self) -> int:
+        """What to give to `signal.set_wakeup_fd`, so that a signal wakes up the loop, whichever thread receives it."""
+        return self._sender.fileno()
+
+    def post(self, item: T) -> None:
+        """Add an item and wake up the loop; any thread may call this."""
+        self._waiting.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake up the loop; safe in a signal handler."""
+        with contextlib.suppress(BlockingIOError):
+            self._sender.send(b"x")
+
+    def take(self) -> Iterator[T]:
+        """Yield what was posted, oldest first, also what is posted meanwhile."""
+        with contextlib.suppress(BlockingIOError):
+            while self._receiver.recv(4096):
+                pass
+        while self._waiting:
+            yield self._waiting.popleft()

@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import Path
 
 from checkpointing.agent.arenas import Arena
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import CheckpointQuarantined, CommitFailedEvent, Committed
 from checkpointing.agent.publisher import Outcome, Publisher, committed_at
 from checkpointing.agent.reporting import Clock, text_of
@@ -45,7 +44,6 @@ class Uploader:
         publisher: Publisher,
         report: Report,
         *,
-        duty: Duty,
         flush_retries: Callable[[], None] = lambda: None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -55,13 +53,11 @@ class Uploader:
             tiers: Where. Without a local tier nothing is ever due.
             publisher: Publishes at the durable tier.
             report: Takes its events.
-            duty: Whether this node writes.
             flush_retries: Called at the end of each task, to report calls that were retried.
             clock: Seconds.
         """
         self._tiers, self._publisher, self._report = tiers, publisher, report
         self._flush_retries, self._clock = flush_retries, clock
-        self._duty = duty
         # The checkpoints of the durable tier; None where they have to be listed.
         self._on_durable: dict[int, Manifest] | None = None
         self._lock = threading.Lock()
@@ -71,7 +67,7 @@ class Uploader:
 
     @property
     def _is_needed(self) -> bool:
-        return self._duty.commits and self._tiers.local is not None
+        return self._publisher.commits and self._tiers.local is not None
 
     @property
     def is_busy(self) -> bool:

@@ -11,24 +11,27 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 
 from checkpointing.agent.arenas import Arena
-from checkpointing.agent.duty import Duty
-from checkpointing.agent.events import CommitFailedEvent, Committed, SnapshotDropped
+from checkpointing.agent.events import CommitFailedEvent, Committed, Fetched, FetchFailed, SnapshotDropped
 from checkpointing.agent.fencing import Fencer, Fencing
-from checkpointing.agent.fetching import fetch
 from checkpointing.agent.publisher import Publisher
-from checkpointing.agent.reporting import Clock, RetryCounter
+from checkpointing.agent.reporting import Clock, RetryCounter, progress_reporter, text_of
 from checkpointing.agent.results import Digested, FenceAnswered, PortionEnded, Report
 from checkpointing.agent.sidecar_writer import SidecarWriter
 from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.agent.uploader import Uploader
 from checkpointing.commit.catalog import CatalogEntry
+from checkpointing.commit.reading import pieces_of
 from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers
+from checkpointing.errors import InvalidCheckpoint
+from checkpointing.format.digest import RunningDigest, algorithm_of
+from checkpointing.format.manifest import FileEntry
 from checkpointing.host.threads import in_background
 
 # Starts a call in a thread of that name.
@@ -85,7 +88,7 @@ class Writer:
         tiers: Tiers,
         report: Report,
         *,
-        duty: Duty,
+        commits: bool,
         local_retention: Retention,
         clock: Clock = time.monotonic,
         spawn: Spawn = start_thread,
@@ -95,29 +98,26 @@ class Writer:
         Args:
             tiers: The stage's tiers.
             report: Takes results, from any thread.
-            duty: Whether this node's agent is the one that writes.
+            commits: Whether this node's agent is the one that writes.
             local_retention: What the local tier keeps.
             clock: Seconds.
             spawn: Starts a thread for a call that is made once.
         """
-        self._tiers, self._report, self._duty = tiers, report, duty
+        self._tiers, self._report = tiers, report
         self._clock, self._spawn = clock, spawn
         self._retries = [RetryCounter(tiers.name(storage), report, clock) for storage in tiers.nearest_first]
         for storage, counter in zip(tiers.nearest_first, self._retries, strict=True):
             storage.watch_retries(counter.add)
-        self.fencer = Fencer(tiers, report, duty=duty)
+        self.fencer = Fencer(tiers, report, commits=commits)
         self.publisher = Publisher(
             tiers,
             self.fencer,
             report,
-            duty=duty,
             local_retention=local_retention,
             flush_retries=self._flush_retries,
             clock=clock,
         )
-        self.uploader = Uploader(
-            tiers, self.publisher, report, duty=duty, flush_retries=self._flush_retries, clock=clock
-        )
+        self.uploader = Uploader(tiers, self.publisher, report, flush_retries=self._flush_retries, clock=clock)
         durable = tiers.durable
         self.sidecars = SidecarWriter(durable.sidecars, tiers.name(durable), report, self._flush_retries)
         self._digesting: TaskThread[Arena] = TaskThread("checkpoint-digest", one_by_one(self._digest))
@@ -200,7 +200,7 @@ class Writer:
 
     def keep(self, name: str, data: bytes) -> None:
         """Keep a sidecar of the agent's own, if this node writes."""
-        if self._duty.commits:
+        if self.fencer.commits:
             self.sidecars.write(name, data)
 
     def fetch(self, entry: CatalogEntry, arena: Arena) -> None:
@@ -270,3 +270,49 @@ class Writer:
     def _flush_retries(self) -> None:
         for counter in self._retries:
             counter.flush()
+
+
+_FETCHED_AT_ONCE = 2
+
+
+def fetch(entry: CatalogEntry, arena: Arena, tier: str, report: Report, clock: Clock = time.monotonic) -> None:
+    """Read a checkpoint's files into an arena, and compare their digests.
+
+    Args:
+        entry: The checkpoint; it has a manifest.
+        arena: Where to, its `files` in the order of the manifest's.
+        tier: Name of the storage's tier in events.
+        report: Takes `Fetched` or `FetchFailed` with the arena, and progress.
+        clock: Seconds.
+    """
+    manifest, storage, since = entry.manifest, entry.storage, clock()
+    assert manifest is not None
+    storage.watch(progress_reporter("download", entry.step, manifest.total_bytes, report, clock))
+
+    def read(placed: tuple[str, int, int], recorded: FileEntry) -> str:
+        name, offset, nbytes = placed
+        digest = RunningDigest(algorithm_of(recorded.digest))
+        end = offset
+        for piece in pieces_of(storage.file(manifest, name)):
+            digest.update(piece)
+            # Not through the mapping, in which each page would be cleared first, and cost a fault.
+            arena.write(end, piece)
+            end += len(piece)
+        if end != offset + nbytes:
+            raise OSError(0, f"it has {end - offset} bytes, not {nbytes}")
+        return digest.result()
+
+    try:
+        with ThreadPoolExecutor(_FETCHED_AT_ONCE, "checkpoint-fetch") as pool:
+            digests = list(pool.map(read, arena.files, manifest.files))
+        altered = [file.name for file, digest in zip(manifest.files, digests, strict=True) if digest != file.digest]
+        if altered:
+            raise InvalidCheckpoint(storage.describe(entry.step), f"{altered[0]} was altered: its digest differs")
+    except Exception as error:
+        # Of any kind, as ranks wait for the report. They will read it themselves, and find what is wrong.
+        report(FetchFailed(step=entry.step, error=text_of(error)), arena)
+        return
+    arena.digests = {file.name: file.digest for file in manifest.files}
+    arena.digested.set()
+    duration_s, nbytes = round(clock() - since, 4), manifest.total_bytes
+    report(Fetched(step=entry.step, tier=tier, nbytes=nbytes, duration_s=duration_s), arena)

@@ -11,7 +11,7 @@ from checkpointing.agent.writer import Writer
 from checkpointing.commit.tiers import Tiers
 from checkpointing.commit.training_stage import FIRST_STAGE, STAGE_NAME, TrainingStage
 
-MakeWorker = Callable[[Tiers, Report], Writer]
+MakeWorker = Callable[[Tiers, Report, bool], Writer]
 
 
 class Writers:
@@ -21,18 +21,30 @@ class Writers:
         stage: The stage that trains now.
     """
 
-    def __init__(self, tiers: Tiers, report: Report, make: MakeWorker) -> None:
+    def __init__(self, tiers: Tiers, report: Report, make: MakeWorker, *, commits: bool) -> None:
         """Create the first stage's worker.
 
         Args:
             tiers: Where the run keeps its checkpoints.
             report: Takes the workers' results; those of later stages are stamped.
-            make: Creates a worker.
+            make: Creates a worker, which commits or does not.
+            commits: Whether this node is the one that writes.
         """
-        self._tiers, self._report, self._make = tiers, report, make
-        self._workers = {FIRST_STAGE.name: make(tiers, report)}
+        self._tiers, self._report, self._make, self._commits = tiers, report, make, commits
+        self._workers = {FIRST_STAGE.name: make(tiers, report, commits)}
         self.stage = FIRST_STAGE
         self._is_hurried = False
+
+    @property
+    def commits(self) -> bool:
+        """Whether this node is the one that writes; the agents of other nodes hold snapshots only."""
+        return self._commits
+
+    @commits.setter
+    def commits(self, commits: bool) -> None:
+        self._commits = commits
+        for worker in self._workers.values():
+            worker.fencer.commits = commits
 
     @property
     def current(self) -> Writer:
@@ -75,7 +87,8 @@ class Writers:
         """Make this the stage that trains now, and start its threads when it is entered for the first time."""
         self.stage = stage
         if stage.name not in self._workers:
-            worker = self._make(self._tiers.inside(stage), functools.partial(self._report_of, stage))
+            report = functools.partial(self._report_of, stage)
+            worker = self._make(self._tiers.inside(stage), report, self._commits)
             worker.publisher.is_hurried = self._is_hurried
             self._workers[stage.name] = worker
             worker.start()

@@ -197,3 +197,11 @@ _CHECKS: dict[Any, Callable[[str, object], Any]] = {
     "float": _seconds,
     "tuple[tuple[int, int], ...]": _windows,
 }
+
+
+DISTRIBUTION = "resilient-training"
+
+
+def not_installed(package: str | None, extra: str) -> str:
+    """Return the message for a `package` of the extra `extra` that cannot be imported."""
+    return f"{package} is not installed: pip install '{DISTRIBUTION}[{extra}]'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ class Phase(IntEnum):
 
 
 class Heartbeat(NamedTuple):
-    """A rank's last sign of life. Times are seconds of `checkpointing.host.clock`; 0 where it has not come so far.
+    """A rank's last sign of life. Times are seconds of `checkpointing.host.heartbeat`; 0 where it has not come so far.
 
     Attributes:
         phase: what it was doing.
@@ -148,3 +149,8 @@ class ControlPage:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} is not in 0..{self.num_slots - 1}")
         return self._FLAGS_BYTES + slot * self._SLOT_BYTES
+
+
+def machine_clock() -> float:
+    """Return the seconds since this machine was booted: the same in all processes, whatever the wall clock does."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

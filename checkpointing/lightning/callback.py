@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.core.hooks import DataHooks
 
 from checkpointing.commit.retention import RetentionOptions
 from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST
@@ -20,7 +22,6 @@ from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
 from checkpointing.lightning.data import FollowedLoaders
 from checkpointing.lightning.loop_state import LightningLoopState
-from checkpointing.lightning.restoring import put_restoring_back, replace_restoring, warn_of_draws
 from checkpointing.manager import stop_signal
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.manager.step_protocol import Due
@@ -132,11 +133,11 @@ class ResilientCheckpoint(Checkpoint):
                 "lightning": self._loop,
             },
         )
-        point = self._pending = manager.resumption.choose() or manager.resumption.starting_point()
+        point = self._pending = manager.restoring.choose() or manager.restoring.starting_point()
         if point is not None:
-            manager.resumption.restore_model(point)
+            manager.restoring.restore_model(point)
             # Callbacks that rebuild the optimizer's parameter groups go by their own state, in their `on_fit_start`.
-            manager.resumption.restore_states(point, {"lightning"})
+            manager.restoring.restore_states(point, {"lightning"})
             replace_restoring(trainer, functools.partial(self._restore_training, point))
         self._loaders = FollowedLoaders(trainer, manager, manager.positions_in(point) if point is not None else [])
         self._loaders.install()
@@ -146,10 +147,10 @@ class ResilientCheckpoint(Checkpoint):
 
     def _restore_training(self, point: LoadedCheckpoint) -> None:
         assert self._manager is not None
-        self._manager.resumption.restore_optimizer(point)
+        self._manager.restoring.restore_optimizer(point)
         if self._loop.ended:
             # A further epoch draws its order from these; the epoch that was drawn has its own, see `LoaderCursor`.
-            self._manager.resumption.restore_rng(point)
+            self._manager.restoring.restore_rng(point)
             self._take_pending()
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
@@ -227,7 +228,7 @@ class ResilientCheckpoint(Checkpoint):
         if self._manager is None:
             return
         if self._pending is not None:
-            self._manager.resumption.restore_rng(self._pending)
+            self._manager.restoring.restore_rng(self._pending)
             self._loop.continue_logging()
             self._take_pending()
         self._save_if_due()
@@ -319,4 +320,44 @@ def _check(trainer: Any) -> None:
         raise CheckpointError(
             "ResilientCheckpoint cannot resume Trainer(reload_dataloaders_every_n_epochs=...): a resumed run would "
             "make its loaders in other epochs. Let a sampler or data set with set_epoch change the data"
+        )
+
+
+logger = logging.getLogger("checkpointing")
+
+# What Lightning calls between drawing a batch and the first hook of its step.
+_BEFORE_BATCH_START = ("on_before_batch_transfer", "on_after_batch_transfer")
+
+
+def replace_restoring(trainer: Any, restore: Callable[[], None]) -> None:
+    """Have Lightning restore the training state by `restore`, and nothing of what `fit(ckpt_path=...)` names.
+
+    It does so after the callbacks' `on_fit_start`, where some rebuild the optimizer's parameter groups.
+
+    Args:
+        trainer: Lightning's trainer.
+        restore: Called once.
+    """
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = {}
+    connector.restore_training_state = restore
+    # Some strategies have it called only after `on_fit_start`.
+    connector.resume_start = lambda *_, **__: None
+
+
+def put_restoring_back(trainer: Any) -> None:
+    """Undo `replace_restoring`."""
+    for name in ("restore_training_state", "resume_start"):
+        vars(trainer._checkpoint_connector).pop(name, None)
+
+
+def warn_of_draws(module: Any) -> None:
+    """Warn of hooks of a `LightningModule` in which a batch may be changed at random."""
+    found = [name for name in _BEFORE_BATCH_START if getattr(type(module), name) is not getattr(DataHooks, name)]
+    if found:
+        logger.warning(
+            "what %s draws at random in %s is not resumed exactly: Lightning calls it for the next batch before a step "
+            "is saved. Draw in the data set, the collate function or training_step",
+            type(module).__name__,
+            " and ".join(found),
         )

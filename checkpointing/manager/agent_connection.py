@@ -6,21 +6,24 @@ import contextlib
 import sys
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.agent.events import Pinned
 from checkpointing.agent.options import AgentOptions
+from checkpointing.commit.catalog import Catalog
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.training_stage import STAGES
 from checkpointing.errors import CheckpointError
+from checkpointing.host.environment import LOCATION_ENV
 from checkpointing.host.shared_memory import SharedMemory
-from checkpointing.manager.location_notice import location_notice
 from checkpointing.manager.options import Options
 from checkpointing.process import device
 from checkpointing.process.pinning import Pinning
 from checkpointing.process.ranks import Ranks
+from checkpointing.storage import LocalStorage
 
 
 class AgentConnection:
@@ -134,3 +137,24 @@ class AgentConnection:
 
 def _nothing(arena: SharedMemory) -> None:
     """Leave an arena as it is."""
+
+
+def location_notice(kept: str, own: str) -> str | None:
+    """Return the notice, or None where the script's own location is used.
+
+    Args:
+        kept: Location that the supervisor, or the user's environment, chose.
+        own: Location that the script chose; empty for none.
+    """
+    if not own or Path(own).absolute() == Path(kept).absolute():
+        return None
+    text = (
+        f"checkpoints are kept at {kept}, not at {own}, as this runs under a supervisor; "
+        f"with {LOCATION_ENV}={kept} plain torchrun or python resumes from them, too"
+    )
+    if Path(own).is_dir() and (steps := Catalog(LocalStorage(Path(own))).committed_steps()):
+        text += (
+            f". {own} holds checkpoints up to step {steps[-1]}, from which this run does not resume; "
+            f"for that, runner start --set checkpoint.location={own}"
+        )
+    return text

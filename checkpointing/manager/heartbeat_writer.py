@@ -7,8 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from checkpointing.host.clock import machine_clock
-from checkpointing.host.heartbeat import ControlPage, Heartbeat, Phase
+from checkpointing.host.heartbeat import ControlPage, Heartbeat, Phase, machine_clock
 
 
 class HeartbeatWriter:

@@ -37,11 +37,11 @@ from checkpointing.manager.agent_connection import AgentConnection
 from checkpointing.manager.data_positions import DataPositions
 from checkpointing.manager.node_services import Connect, NodeServices
 from checkpointing.manager.options import Options
-from checkpointing.manager.resumption import Resumption
-from checkpointing.manager.saving import Saving
+from checkpointing.manager.restoring import Restoring
 from checkpointing.manager.slow_ranks import SpeedComparison, compare_speeds
 from checkpointing.manager.spikes import SkippedSteps
 from checkpointing.manager.step_protocol import Due, Measured, StepProtocol
+from checkpointing.manager.step_saves import StepSaves
 from checkpointing.manager.tracked import Tracked
 from checkpointing.process.flag_sync import FlagSync
 from checkpointing.process.ranks import Ranks
@@ -75,7 +75,7 @@ class CheckpointManager:
         rank: Number of this rank among all.
         world_size: Number of all ranks.
         retention: Which checkpoints are kept.
-        resumption: What is restored, in the parts that an integration restores at different moments.
+        restoring: What is restored, in the parts that an integration restores at different moments.
         finished: Set by an integration: training has reached its end.
     """
 
@@ -183,15 +183,15 @@ class CheckpointManager:
         self.rank, self.world_size, self.retention = ranks.rank, ranks.world_size, options.retention
         self._node = NodeServices(options, ranks, connect)
         self._tracked, self._positions = Tracked(ranks), DataPositions(ranks)
-        self._saving = Saving(ranks, self._node, self._tracked, self._positions)
-        self.resumption = Resumption(options, ranks, self._node, self._tracked, self._positions)
+        self._saving = StepSaves(ranks, self._node, self._tracked, self._positions)
+        self.restoring = Restoring(options, ranks, self._node, self._tracked, self._positions)
         self._protocol = StepProtocol(
             FlagSync(ranks.with_new_group().group),
             CadenceClock(options.cadence, time.monotonic(), settings.num_failures, settings.observed_s),
             is_first=ranks.is_first,
             stop_wanted=lambda: self.stop_wanted,
             measure=self._measure,
-            is_committed=self.resumption.is_committed,
+            is_committed=self.restoring.is_committed,
         )
         self._speeds: SpeedComparison | None = None
         self._exact: ExactGradients | None = None
@@ -258,9 +258,9 @@ class CheckpointManager:
         """
         # Refused before anything is restored.
         rank_settings().virtual_ranks_of(self._virtual_ranks)
-        point = self.resumption.choose() or self.resumption.starting_point()
+        point = self.restoring.choose() or self.restoring.starting_point()
         if point is not None:
-            self.resumption.restore(point)
+            self.restoring.restore(point)
         step = point.step if point is not None else 0
         self.begin(step, total_steps)
         return step
@@ -282,7 +282,7 @@ class CheckpointManager:
             CheckpointError: The checkpoint is of another model; or its shards cannot be read any more, and a part of
                 the model has been loaded.
         """
-        return self.resumption.load_best(self.retention, last_step, together=together, preferred=preferred)
+        return self.restoring.load_best(self.retention, last_step, together=together, preferred=preferred)
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -602,7 +602,7 @@ class CheckpointManager:
             self.save(saving.last.step, saving.last.samples_consumed, metrics=saving.last.metrics, wait=True)
         saving.wait_for_commit()
         if step == node.heartbeat.start_step:
-            self.resumption.await_commit_of_start(step)
+            self.restoring.await_commit_of_start(step)
         # No rank leaves before every rank's commit is known: the launcher would take an early exit for a failure.
         self._ranks.barrier()
         node.snapshots.close()

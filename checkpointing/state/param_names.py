@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.state.optimizer_fit import check_kind, check_shapes
+from checkpointing.state.optimizer_memory import check_kind, check_shapes
 
 
 def are_named(groups: Sequence[Mapping[str, Any]]) -> bool:

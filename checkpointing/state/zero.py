@@ -21,7 +21,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.fragments import Fragment, fragment_of
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.state.optimizer_fit import check_kind
+from checkpointing.state.optimizer_memory import check_kind
 from checkpointing.state.param_names import matched_by_name
 
 # Not `micro_steps`: where a step begins depends on how its samples are cut now.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import NamedTuple
 
-from checkpointing.host.extras import not_installed
+from checkpointing.host.environment import not_installed
 from checkpointing.storage.base import Storage, Transaction
 from checkpointing.storage.local import LocalStorage
 

@@ -54,7 +54,7 @@ class CommitNotices:
     def notify_all(self) -> None:
         """Settle all saves: no commit is in flight any more."""
         while self._waiting:
-            self.notify(committed=self._trainer._manager.resumption.is_committed(self._waiting[0][0]))
+            self.notify(committed=self._trainer._manager.restoring.is_committed(self._waiting[0][0]))
 
     def forget(self) -> None:
         """Drop saves of an earlier training."""

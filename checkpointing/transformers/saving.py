@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
@@ -14,17 +16,15 @@ from checkpointing.manager.manager import CheckpointManager
 from checkpointing.process import rng
 from checkpointing.snapshot.request import SmallFile
 from checkpointing.state.adapter import Adapter
-from checkpointing.transformers.callback_states import export_states, restore_states
 from checkpointing.transformers.commit_notices import CommitNotices
-from checkpointing.transformers.configuration import configuration_files
 from checkpointing.transformers.coverage import changed, uncovered
 from checkpointing.transformers.deepspeed import set_batch_shape, tracked_model
-from checkpointing.transformers.further_states import further_states
+from checkpointing.transformers.evaluation import outside_steps
+from checkpointing.transformers.further_states import export_states, further_states, restore_states
 from checkpointing.transformers.loop_state import JobRecord, LoopState
 from checkpointing.transformers.options import ResilientOptions
-from checkpointing.transformers.outside_steps import outside_steps
 from checkpointing.transformers.overrides import Staging, added_files, overrides_saving
-from checkpointing.transformers.peft import RunningStatistics
+from checkpointing.transformers.peft import RunningStatistics, save_adapter_config
 from checkpointing.transformers.train_call import TrainCall
 from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, evaluated_metrics, state_file
 
@@ -222,8 +222,8 @@ class SavingMixin(_Base):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._track()
-        self._manager.resumption.restore_model(point)
-        self._manager.resumption.restore_optimizer(point)
+        self._manager.restoring.restore_model(point)
+        self._manager.restoring.restore_optimizer(point)
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -232,7 +232,7 @@ class SavingMixin(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         self._track()
-        self._manager.resumption.restore_model(point)
+        self._manager.restoring.restore_model(point)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         point = self._session.start.point
@@ -240,7 +240,7 @@ class SavingMixin(_Base):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         self._track()
-        self._manager.resumption.restore_optimizer(point)
+        self._manager.restoring.restore_optimizer(point)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._session.start.point is None:
@@ -254,4 +254,37 @@ class SavingMixin(_Base):
         elif session.evaluation.after is not None:
             rng.set_state(session.evaluation.after)
         elif session.data.stream is None:
-            self._manager.resumption.restore_rng(point)
+            self._manager.restoring.restore_rng(point)
+
+
+def configuration_files(
+    model: Any, processing_class: Any, scratch: Path, *, is_adapter: bool, is_fsdp: bool
+) -> dict[str, bytes]:
+    """Return the files by name.
+
+    Args:
+        model: The trainer's model.
+        processing_class: Its tokenizer or processor, if any.
+        scratch: Where a temporary folder may be made.
+        is_adapter: Only a PEFT adapter is saved.
+        is_fsdp: FSDP2 has put a class of its own in front of the model's.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        if is_adapter:
+            save_adapter_config(model, folder)
+        else:
+            _save_model_config(model, folder, is_fsdp=is_fsdp)
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+def _save_model_config(model: Any, folder: str, *, is_fsdp: bool) -> None:
+    config = getattr(model, "config", None)
+    if config is not None:
+        architecture = type(model).__bases__[1] if is_fsdp else type(model)
+        config.architectures = [architecture.__name__]
+        config.save_pretrained(folder)
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(folder)

@@ -22,7 +22,7 @@ _ID_LENGTH = 16
 
 
 class Chooser(Protocol):
-    """The part of a manager's `Resumption` that knows where a run can start."""
+    """The part of a manager's `Restoring` that knows where a run can start."""
 
     @property
     def starting_folder(self) -> str | None:
@@ -80,7 +80,7 @@ def choose_start(chooser: Chooser, args: Any, asked: str | bool | None, lineage:
     """Agree with all ranks on where to start; called by every rank.
 
     Args:
-        chooser: Knows this run's checkpoints: the `resumption` of a `CheckpointManager`.
+        chooser: Knows this run's checkpoints: the `restoring` of a `CheckpointManager`.
         args: The trainer's `TrainingArguments`.
         asked: `resume_from_checkpoint` as the script passes it; counts while the run has no checkpoint of its own.
         lineage: A supervisor's name of the run, the same in every attempt; empty without a supervisor.

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from checkpointing.data.step_layout import StepLayout
-from checkpointing.data.stream_source import beginning_of, is_seekable
+from checkpointing.data.stream import beginning_of, is_seekable
 from checkpointing.errors import CheckpointError, CommitFailed
 from checkpointing.host.environment import rank_settings
 from checkpointing.host.failpoints import failpoint
 from checkpointing.manager.manager import CheckpointManager, skipped_steps
 from checkpointing.manager.spikes import SkippedSteps
-from checkpointing.transformers.best_model import best_model_at_end
 from checkpointing.transformers.callback import StepCallback
-from checkpointing.transformers.callback_states import stops_epoch
 from checkpointing.transformers.commit_notices import CommitNotices
 from checkpointing.transformers.data_ranks import DataRanks, batch_shape
 from checkpointing.transformers.deepspeed import advance_schedule, skips_bad_steps
-from checkpointing.transformers.evaluation import EvaluationCutShort
+from checkpointing.transformers.evaluation import EvaluationCutShort, watch_callbacks
 from checkpointing.transformers.exact import ExactMixin
-from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead
+from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead, stops_epoch
 from checkpointing.transformers.loop_state import LoopState
 from checkpointing.transformers.options import ResilientOptions
-from checkpointing.transformers.outside_steps import watch_callbacks
 from checkpointing.transformers.overrides import Staging
 from checkpointing.transformers.peft import adapter_of
 from checkpointing.transformers.same_job import cut_micro_batches, job_of
@@ -93,12 +91,12 @@ class ResilientMixin(ExactMixin, SavingMixin):
         # As the script passes the data: trainers may drop rows when training begins.
         session.job = job_of(type(self), self.train_dataset)
         session.start = start = choose_start(
-            self._manager.resumption, self.args, resume_from_checkpoint, rank_settings().lineage
+            self._manager.restoring, self.args, resume_from_checkpoint, rank_settings().lineage
         )
         self._begin_exact(session, start)
         self._fit_job(start)
         session.has_trackers = continue_trackers(self.callback_handler.callbacks, start.run_name)
-        self._manager.resumption.check_way(start.step)
+        self._manager.restoring.check_way(start.step)
         evaluates_first = self.args.eval_on_start
         # A resumed run has done it before: the figures are in the history.
         self.args.eval_on_start = evaluates_first and start.point is None
@@ -128,7 +126,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         if session.start.point is not None:
             # Callbacks may have reset themselves in on_train_begin.
             names = {name for name in self._further_states() if name.startswith(CALLBACK_PREFIX)}
-            manager.resumption.restore_states(session.start.point, names)
+            manager.restoring.restore_states(session.start.point, names)
         manager.announce_batch(batch_shape(self, session.data.shared_samples))
         manager.begin(step, self.state.max_steps)
         session.figures.loss_since = step
@@ -145,7 +143,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         session.is_finalizing = True
         try:
             with best_model_at_end(
-                self.args, self.state, self._load_best_of, manager.resumption.folder_of, stopping=session.stopping
+                self.args, self.state, self._load_best_of, manager.restoring.folder_of, stopping=session.stopping
             ):
                 output = super()._finalize_training(*args, **kwargs)
         finally:
@@ -198,7 +196,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         if point is not None and cursor is not None and steps and has_ended:
             # Only the end of the epoch is left, with what is evaluated, logged and saved there.
             cursor.skip_epoch()
-            self._manager.resumption.restore_rng(point)
+            self._manager.restoring.restore_rng(point)
             self._begin_resumed()
             kwargs["num_update_steps_per_epoch"] = 0
         elif over:
@@ -230,7 +228,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
             session.guard.restore_losses(loop.recent_losses or ())
         repeats_evaluation = loop is not None and loop.evaluation_due
         if repeats_evaluation or session.data.stream is not None:
-            self._manager.resumption.restore_rng(point)
+            self._manager.restoring.restore_rng(point)
         if repeats_evaluation:
             self.control.should_evaluate = True
             self._maybe_log_save_evaluate(self._tr_loss, None, self.model_wrapped, None, self.state.epoch, None, 0.0)
@@ -291,3 +289,33 @@ class ResilientMixin(ExactMixin, SavingMixin):
         # After logging and evaluation, as a save would be: what they change belongs to this step.
         if session.take_due().snapshot:
             self._snapshot(commit=False)
+
+
+@contextlib.contextmanager
+def best_model_at_end(
+    args: Any, state: Any, load: Callable[[int], int | None], folder_of: Callable[[int], str], *, stopping: bool
+) -> Iterator[None]:
+    """Load the best model, and keep the Trainer from looking for folders of its own, some of which it would remove.
+
+    Args:
+        args: The trainer's `TrainingArguments`.
+        state: Its `TrainerState`; its `best_model_checkpoint` is set at the end.
+        load: Loads the weights of a step; returns the step whose weights the model has then.
+        folder_of: Returns the location of a step's checkpoint.
+        stopping: Training stops on request and is resumed later: nothing is loaded.
+    """
+    if not args.load_best_model_at_end:
+        yield
+        return
+    best = state.best_global_step if not stopping else None
+    args.load_best_model_at_end = False
+    # It may be that of a stock Trainer's checkpoint that this run has started from.
+    state.best_model_checkpoint = None
+    try:
+        if best:
+            best = load(best)
+        yield
+    finally:
+        args.load_best_model_at_end = True
+        if best:
+            state.best_model_checkpoint = folder_of(best)

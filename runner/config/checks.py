@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from checkpointing.host.extras import not_installed
+from checkpointing.host.environment import not_installed
 from runner.config.schema import DATA_LOADERS, DEFAULT_CONFIG, Config
 from runner.errors import UsageError
 

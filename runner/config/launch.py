@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
-
-from runner.config.section import Section
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def _torchruns_auto(value: Any) -> Any:
@@ -20,6 +18,12 @@ def split_nnodes(text: str) -> tuple[int, int] | None:
     if not (smallest.isdecimal() and (largest.isdecimal() or not colon)):
         return None
     return int(smallest), int(largest or smallest)
+
+
+class Section(BaseModel):
+    """A section of the configuration; unknown keys are errors, and attribute docstrings describe the keys."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class LaunchConfig(Section):

@@ -12,8 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from checkpointing.commit.retention import FurtherRetention, Retention
 from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
 from checkpointing.host.memory import parse_bytes
-from runner.config.launch import LaunchConfig
-from runner.config.section import Section
+from runner.config.launch import LaunchConfig, Section
 
 # Files of training data, by suffix: the builder of `datasets` that reads them.
 DATA_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}

@@ -14,7 +14,7 @@ from typing import Any, Literal, Optional, Union
 
 from pydantic import TypeAdapter, ValidationError
 
-from checkpointing.host.extras import not_installed
+from checkpointing.host.environment import not_installed
 from runner.errors import UsageError
 
 _SOURCES = [

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.agent.events import Event
-from checkpointing.host.clock import machine_clock
+from checkpointing.host.heartbeat import machine_clock
 from runner.journal.events import Entry
 from runner.journal.parsing import parse, undecodable
 

@@ -30,8 +30,7 @@ from runner.peers.messages import (
     Welcome,
 )
 from runner.peers.port import listen
-from runner.recovery.combine import combine
-from runner.recovery.failure import Failure
+from runner.recovery.failure import Failure, combine
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import Stop, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S

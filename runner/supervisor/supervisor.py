@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpointing.commit.tiers import Tiers
+from runner.config.schema import Config
 from runner.errors import ExitCode, LaunchDelayed, LaunchError, PeersMissing, RunnerError
 from runner.journal.attempts import AttemptResult, Job
 from runner.journal.events import RunEnded
@@ -20,7 +21,7 @@ from runner.lease.lease import Lease
 from runner.node.node import Node
 from runner.peers.link import Leader
 from runner.recovery.failure import Failure
-from runner.recovery.kinds import FailureKind
+from runner.recovery.kinds import Action, FailureKind
 from runner.recovery.policy import BatchDivision, Restart, Stop, decide, end_of_node
 from runner.session.admission import Limits
 from runner.session.identity import JobIdentity
@@ -29,9 +30,9 @@ from runner.session.step_samples import StepSamples
 from runner.supervisor.ends import end_of_error, end_without_last_save, end_without_location
 from runner.supervisor.make_node import make_node
 from runner.supervisor.membership import Membership
-from runner.supervisor.notices import Notices
 from runner.supervisor.retry import retry
 from runner.supervisor.run_record import RunRecord
+from runner.ui.progress import ProgressDisplay
 
 _END_STATES = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}
 
@@ -296,3 +297,42 @@ def _ended(decision: Stop) -> RunEnded:
 
 def _log_of(failure: Failure, result: AttemptResult) -> Path | None:
     return result.log if failure.rank == result.failure.rank else None
+
+
+class Notices:
+    """Shows each message at most once per session."""
+
+    def __init__(self, config: Config, display: ProgressDisplay) -> None:
+        self._config, self._display = config, display
+        self._learning_rate_shown = self._unsaved_shown = False
+
+    def show_learning_rate(self, world_size: int) -> None:
+        """Show the learning rate that is used: it is not the number in the configuration.
+
+        Args:
+            world_size: Ranks on all nodes.
+        """
+        rate, groups = self._config.trainer.get("learning_rate"), self._config.sharing(world_size)
+        if groups == 1 or not self._config.scale_learning_rate or self._learning_rate_shown or rate is None:
+            return
+        self._learning_rate_shown = True
+        others = "groups of ranks" if self._config.model_ranks > 1 else "virtual ranks"
+        self._display.message(
+            f"learning rate {rate:g} x {groups} {'ranks' if groups == world_size else others} = "
+            f"{rate * groups:g} (scale_learning_rate=false turns this off)"
+        )
+
+    def show_unsaved(self, failure: Failure) -> None:
+        """Warn that the script saves nothing, unless it may not have come far enough to save.
+
+        Args:
+            failure: How an attempt ended in which no rank used a checkpoint manager.
+        """
+        rule = failure.kind.rule
+        if not rule.is_failure or rule.action in (Action.GIVE_UP, Action.RETRY) or self._unsaved_shown:
+            return
+        self._unsaved_shown = True
+        self._display.message(
+            "the script has used neither resilient() nor a CheckpointManager: nothing is saved, and each attempt "
+            "starts from the beginning"
+        )

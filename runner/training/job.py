@@ -26,10 +26,9 @@ from checkpointing.transformers import load_best, resilient
 from runner.config.load import load_config
 from runner.config.schema import Config
 from runner.system.cache import seal
-from runner.training.base_weights import BaseWeights
 from runner.training.callbacks import MetricsCallback, perplexities
 from runner.training.event_sender import EventSender
-from runner.training.model import adapter_config, build, load_model
+from runner.training.model import BaseWeights, adapter_config, build, load_model
 from runner.training.tracking import AimTracker
 from runner.training.training_data import load_training_data
 

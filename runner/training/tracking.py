@@ -17,8 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from checkpointing.host.environment import rank_settings
-from checkpointing.host.extras import not_installed
+from checkpointing.host.environment import not_installed, rank_settings
 from runner.training.callbacks import perplexities
 
 logger = logging.getLogger(__name__)

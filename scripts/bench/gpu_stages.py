@@ -30,7 +30,7 @@ from checkpointing import CheckpointManager
 from checkpointing.host.shared_memory import populate_pages
 from checkpointing.process import device as devices
 from checkpointing.snapshot import copy_thread
-from checkpointing.state.expected_size import expected_bytes
+from checkpointing.snapshot.schedule import expected_bytes
 from runner.launcher.script_imports import EVERYTHING
 from runner.system.processes import PRELOAD_ENV
 

@@ -15,7 +15,6 @@ from chaos.conformance import DiskRecorder, Recorder, RecordingStore, departure,
 from chaos.disk_model import DiskModel
 from chaos.object_model import ObjectModel
 
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
 from checkpointing.commit.catalog import Catalog
@@ -40,10 +39,8 @@ class RealLife:
     def __init__(self, storage: Storage, attempt: int, recorder: Recorder) -> None:
         self.storage, self.attempt, self._recorder = storage, attempt, recorder
         tiers, keep = Tiers(storage), Retention(keep_last=1)
-        self.fencer = Fencer(tiers, lambda result, arena: None, duty=Duty(True))
-        self._publisher = Publisher(
-            tiers, self.fencer, lambda result, arena: None, duty=Duty(True), local_retention=keep
-        )
+        self.fencer = Fencer(tiers, lambda result, arena: None, commits=True)
+        self._publisher = Publisher(tiers, self.fencer, lambda result, arena: None, local_retention=keep)
         self._publisher.retention = keep
 
     def begin(self) -> None:

@@ -8,23 +8,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from infra.torchrun import torchrun
 from integration.support import RUNNER
 
 from checkpointing.format.layout import NOT_FINITE_FOLDER
 from checkpointing.storage import open_storage
 
 LOOP = """
-import os, torch
+import os, sys, torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from checkpointing import CheckpointManager
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
-if dist.is_initialized():
+if "fsdp" in sys.argv:
+    fully_shard(model)
+elif dist.is_initialized():
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-manager = CheckpointManager("run", model=model, optimizer=optimizer, save_steps=2, keep_last=1)
+location = os.environ.get("LOCATION", "run")
+manager = CheckpointManager(location, model=model, optimizer=optimizer, save_steps=2, keep_last=1)
 for step in range(manager.resume(), 12):
     optimizer.zero_grad()
     model(torch.ones(4, 64)).square().mean().backward()
@@ -54,3 +59,15 @@ def test_one_step_with_infinite_gradients(ranks: int, tmp_path: Path) -> None:
     (step,) = kept.steps()
     assert step > 6 and kept.read_manifest(step).not_finite
     assert subprocess.run([*RUNNER, "checkpoints", "verify", str(folder)]).returncode == 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
+def test_on_two_nodes_nobody_commits_it(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP)
+    folder = tmp_path / "run"
+    ended = torchrun(tmp_path / "train.py", strategy, ranks=1, nodes=2, environment={"LOCATION": str(folder)})
+    assert all(ended.codes) and "NonFinite: the state of step" in ended.stderr, ended.stderr[-3000:]
+    (last,) = open_storage(str(folder)).steps()
+    assert last in (2, 4, 6)
+    # Of what is spread over nodes, none has enough for a post-mortem.
+    assert len(open_storage(str(folder / NOT_FINITE_FOLDER)).steps()) == (strategy == "ddp")

@@ -101,7 +101,7 @@ if strategy == "fsdp":
         trained(tokens)
     # After an evaluation some parameters are whole.
     point = read_checkpoint(open_storage(folder), steps, dist.get_rank(), dist.get_world_size())
-    manager.resumption.restore_model(point)
+    manager.restoring.restore_model(point)
     assert digest() == before
 manager.close()
 dist.destroy_process_group()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from integration.test_examples import EXAMPLES, kill_after_a_checkpoint, weights
 
-from checkpointing.host.extras import DISTRIBUTION
+from checkpointing.host.environment import DISTRIBUTION
 
 ROOT = Path(__file__).parents[2]
 # What scripts that only want `checkpointing` must not have to install.

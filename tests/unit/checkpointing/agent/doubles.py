@@ -8,7 +8,6 @@ from pathlib import Path
 from chaos.stores import MemoryObjects
 
 from checkpointing.agent.arenas import Arena, ArenaPool
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import Event
 from checkpointing.agent.protocol import Refusal
 from checkpointing.agent.results import Report, Result
@@ -56,7 +55,7 @@ class UnthreadedWorker(Writer):
         super().__init__(
             tiers,
             report,
-            duty=Duty(commits),
+            commits=commits,
             local_retention=Retention(2),
             spawn=lambda call, name: self._waiting.append(call),
         )
@@ -103,13 +102,9 @@ class Bench:
         self.tiers = tiers if tiers is not None else Tiers(ObjectStorage(self.store))
         self.events: list[Event] = []
         self._results = Reports()
-
-        def make(tiers: Tiers, report: Report) -> UnthreadedWorker:
-            return UnthreadedWorker(tiers, report, commits)
-
-        self.workers = Writers(self.tiers, self._results, make)
+        self.workers = Writers(self.tiers, self._results, UnthreadedWorker, commits=commits)
         self.pool = ArenaPool(memory_limit, lambda num_arenas, reason: None)
-        self.scheduler = Scheduler(self.pool, self.workers, self.events.append, duty=Duty(commits))
+        self.scheduler = Scheduler(self.pool, self.workers, self.events.append)
         self.resumption = Resumption(self.pool, self.scheduler, self.workers, self.events.append)
         self._number = 0
 

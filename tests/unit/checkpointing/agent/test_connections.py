@@ -12,8 +12,8 @@ import pytest
 
 from checkpointing.agent import connections, protocol
 from checkpointing.agent.connections import Client, Connections
-from checkpointing.agent.mailbox import Mailbox
 from checkpointing.agent.protocol import Message
+from checkpointing.agent.server import Mailbox
 
 
 class Desk:

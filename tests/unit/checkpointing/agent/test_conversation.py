@@ -63,8 +63,8 @@ class Desk:
         options = AgentOptions(location="memory://here", run_id="run", commits=commits)
         self.agent = Agent(protocol.listen(self.path), Tiers(ObjectStorage(self.store)), options, self._make)
 
-    def _make(self, tiers: Tiers, report: Report) -> UnthreadedWorker:
-        self.workers.append(UnthreadedWorker(tiers, report))
+    def _make(self, tiers: Tiers, report: Report, commits: bool) -> UnthreadedWorker:
+        self.workers.append(UnthreadedWorker(tiers, report, commits))
         return self.workers[-1]
 
     def serve(self, rounds: int = 4) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from unit.checkpointing.agent.doubles import Reports, Store, save, two_tiers
 
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import FencedEvent, TierUnreachable
 from checkpointing.agent.fencing import Fencer, Fencing
 from checkpointing.commit.tiers import Tiers
@@ -28,7 +27,7 @@ def test_older_attempts_are_fenced_and_the_newest_checkpoint_is_found() -> None:
     storage = ObjectStorage(store)
     storage.begin_attempt(1)
     save(storage, 5)
-    fencing = begun(Fencer(Tiers(ObjectStorage(store)), reports, duty=Duty(True)), 2)
+    fencing = begun(Fencer(Tiers(ObjectStorage(store)), reports, commits=True), 2)
     assert (fencing.error, fencing.durable_begun) == (None, True)
     assert fencing.newest is not None and fencing.newest.step == 5
     assert storage.fence().attempt == 2 and reports == []
@@ -40,14 +39,14 @@ def test_what_is_held_of_an_older_attempt_may_still_be_published() -> None:
     store = Store()
     storage = ObjectStorage(store)
     storage.begin_attempt(1)
-    begun(Fencer(Tiers(ObjectStorage(store)), Reports(), duty=Duty(True)), 2, frozenset({(6, 1)}))
+    begun(Fencer(Tiers(ObjectStorage(store)), Reports(), commits=True), 2, frozenset({(6, 1)}))
     storage.check_fence(6, 1)
 
 
 def test_an_attempt_that_comes_too_late_is_fenced() -> None:
     store, reports = Store(), Reports()
     ObjectStorage(store).begin_attempt(3)
-    fencing = begun(Fencer(Tiers(ObjectStorage(store)), reports, duty=Duty(True)), 2)
+    fencing = begun(Fencer(Tiers(ObjectStorage(store)), reports, commits=True), 2)
     assert fencing.fenced and "attempt 3 of this run has begun" in (fencing.error or "")
     assert [type(result) for result in reports.results] == [FencedEvent]
 
@@ -55,7 +54,7 @@ def test_an_attempt_that_comes_too_late_is_fenced() -> None:
 def test_a_node_that_does_not_write_only_looks() -> None:
     store = Store()
     save(ObjectStorage(store), 5)
-    fencer = Fencer(Tiers(ObjectStorage(store)), Reports(), duty=Duty(False))
+    fencer = Fencer(Tiers(ObjectStorage(store)), Reports(), commits=False)
     fencing = begun(fencer, 2)
     assert fencing.newest is not None and ObjectStorage(store).fence().attempt == 0
     fencer.begin_at_durable_tier()
@@ -64,7 +63,7 @@ def test_a_node_that_does_not_write_only_looks() -> None:
 
 def test_an_attempt_that_was_overtaken_is_left_alone() -> None:
     store = Store()
-    fencer = Fencer(Tiers(ObjectStorage(store)), Reports(), duty=Duty(True))
+    fencer = Fencer(Tiers(ObjectStorage(store)), Reports(), commits=True)
     overtaken = fencer.begin(1, ())
     fencer.begin(2, ())
     fencer.run(overtaken)
@@ -74,7 +73,7 @@ def test_an_attempt_that_was_overtaken_is_left_alone() -> None:
 def test_what_dead_writers_left_is_removed_once(tmp_path: Path) -> None:
     tiers, _ = two_tiers(tmp_path)
     assert tiers.local is not None
-    fencer = Fencer(tiers, Reports(), duty=Duty(True))
+    fencer = Fencer(tiers, Reports(), commits=True)
     left = tmp_path / "local" / ".checkpoint-5.1.tmp"
     left.mkdir(parents=True)
     begun(fencer, 2)
@@ -88,7 +87,7 @@ def test_what_dead_writers_left_is_removed_once(tmp_path: Path) -> None:
 def test_what_dead_writers_left_at_the_durable_tier_is_removed_too(tmp_path: Path) -> None:
     tiers, store = two_tiers(tmp_path)
     store.put("checkpoint-5/1.abcdef/file", b"half")
-    begun(Fencer(tiers, Reports(), duty=Duty(True)), 2)
+    begun(Fencer(tiers, Reports(), commits=True), 2)
     assert store.sizes("checkpoint-5/") == {}
 
 
@@ -102,7 +101,7 @@ def test_with_a_local_tier_an_attempt_begins_without_the_durable_one(answers: bo
     store.refuses = "no route to host" if answers else None
     if not answers:
         store.sizes = lambda folder="": (release.wait(60), {})[1]  # type: ignore[method-assign]
-    fencer = Fencer(tiers, reports, duty=Duty(True), patience_s=60.0 if answers else 0.01)
+    fencer = Fencer(tiers, reports, commits=True, patience_s=60.0 if answers else 0.01)
     fencing = begun(fencer, 2)
     reason = "no route to host" if answers else "no answer yet"
     assert fencing.unreachable == reason and fencing.newest is not None and not fencing.durable_begun
@@ -115,7 +114,7 @@ def test_with_a_local_tier_an_attempt_begins_without_the_durable_one(answers: bo
 
 
 def test_a_commit_waits_for_the_attempt_that_is_the_newest_then() -> None:
-    fencer = Fencer(Tiers(ObjectStorage(Store())), Reports(), duty=Duty(True))
+    fencer = Fencer(Tiers(ObjectStorage(Store())), Reports(), commits=True)
     fencer.wait_until_answered()
     first = fencer.begin(1, ())
     waiter = threading.Thread(target=fencer.wait_until_answered)

@@ -7,7 +7,7 @@ from unit.checkpointing.agent.doubles import STATE, Clock, Reports, Store, save
 
 from checkpointing.agent.arenas import Arena, ArenaState
 from checkpointing.agent.events import Fetched, FetchFailed, Transfer
-from checkpointing.agent.fetching import fetch
+from checkpointing.agent.writer import fetch
 from checkpointing.commit.catalog import Catalog, CatalogEntry
 from checkpointing.format.digest import digest_buffer
 from checkpointing.host.shared_memory import SharedMemory

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, Clock, Reports, Store, save, two_tiers
 
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import CommitFailedEvent, Committed, FencedEvent, Pruned, PruneFailed
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
@@ -22,8 +21,8 @@ from checkpointing.storage.object_storage import ObjectStorage
 
 
 def publisher_of(tiers: Tiers, reports: Reports, clock: Clock | None = None) -> Publisher:
-    fencer = Fencer(tiers, reports, duty=Duty(True))
-    return Publisher(tiers, fencer, reports, duty=Duty(True), local_retention=Retention(1), clock=clock or Clock())
+    fencer = Fencer(tiers, reports, commits=True)
+    return Publisher(tiers, fencer, reports, local_retention=Retention(1), clock=clock or Clock())
 
 
 def test_a_snapshot_becomes_a_checkpoint() -> None:

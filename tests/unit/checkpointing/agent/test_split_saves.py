@@ -128,7 +128,7 @@ def test_a_node_that_takes_over_does_not_write_for_the_leader_before(
     monkeypatch.setattr(split, "BEGIN_PATIENCE_S", 1e9)
     _, other = nodes
     snapshot(other, 1)
-    other.workers.current._duty.commits = True
+    other.workers.commits = True
     assert other.settle() == [Digested(), PortionEnded()]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from checkpointing.agent.mailbox import Mailbox
+from checkpointing.agent.server import Mailbox
 from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.host.threads import is_readable
 

@@ -250,7 +250,7 @@ def test_who_publishes_is_decided_when_the_save_begins(nodes: tuple[Bench, Bench
     """A node that begins to lead while it writes its share does not publish it as well."""
     leader, other = nodes
     share(other, 1)
-    other.workers.current._duty.commits = True
+    other.workers.commits = True
     share(leader, 0)
     _, of_other = settle_both(leader, other)
     assert of_other[-1] == SharesWritten()

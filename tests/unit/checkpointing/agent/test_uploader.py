@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, Reports, Store, save, two_tiers
 
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import CheckpointQuarantined, CommitFailedEvent, Committed
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
@@ -23,10 +22,10 @@ class Uploads:
     def __init__(self, folder: Path) -> None:
         self.tiers, self.store = two_tiers(folder)
         self.reports = Reports()
-        fencer = Fencer(self.tiers, self.reports, duty=Duty(True))
-        self.publisher = Publisher(self.tiers, fencer, self.reports, duty=Duty(True), local_retention=Retention(2))
+        fencer = Fencer(self.tiers, self.reports, commits=True)
+        self.publisher = Publisher(self.tiers, fencer, self.reports, local_retention=Retention(2))
         self.publisher.retention = Retention(2, keep_every=10)
-        self.uploader = Uploader(self.tiers, self.publisher, self.reports, duty=Duty(True))
+        self.uploader = Uploader(self.tiers, self.publisher, self.reports)
         assert self.tiers.local is not None
         self.local: Storage = self.tiers.local
 
@@ -77,9 +76,9 @@ def test_a_look_that_waits_is_enough(uploads: Uploads) -> None:
 def test_without_a_local_tier_or_on_another_node_nothing_is_due(commits: bool, local: bool, tmp_path: Path) -> None:
     tiers, _ = two_tiers(tmp_path)
     tiers = tiers if local else Tiers(tiers.durable)
-    fencer, reports = Fencer(tiers, Reports(), duty=Duty(commits)), Reports()
-    publisher = Publisher(tiers, fencer, reports, duty=Duty(True), local_retention=Retention(2))
-    uploader = Uploader(tiers, publisher, reports, duty=Duty(commits))
+    fencer, reports = Fencer(tiers, Reports(), commits=commits), Reports()
+    publisher = Publisher(tiers, fencer, reports, local_retention=Retention(2))
+    uploader = Uploader(tiers, publisher, reports)
     uploader.look()
     assert not uploader.is_busy
 

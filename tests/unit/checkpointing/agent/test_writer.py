@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from chaos.stores import MemoryObjects
 
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.events import RestartStateFailed, StorageRetried
 from checkpointing.agent.results import Result
 from checkpointing.agent.writer import Writer
@@ -21,7 +20,7 @@ from checkpointing.storage.object_storage import ObjectStorage
 def test_writes_that_storage_refused_are_repeated_when_it_is_back(tmp_path: Path) -> None:
     """Each chunk of a growing journal is stored in its newest version; none is left out."""
     tiers, told = open_tiers(str(tmp_path / "store")), queue.SimpleQueue[Result]()
-    writer = Writer(tiers, lambda message, arena: told.put(message), duty=Duty(True), local_retention=Retention(2))
+    writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_retention=Retention(2))
     writer.start()
     journal = tmp_path / "journal"
     journal.write_bytes(b"0123456789")
@@ -53,7 +52,7 @@ class SlowObjects(MemoryObjects):
 def test_all_tries_are_told_by_the_end_of_what_they_were_for(tmp_path: Path) -> None:
     told = queue.SimpleQueue[Result]()
     tiers = Tiers(ObjectStorage(SlowObjects()))
-    writer = Writer(tiers, lambda message, arena: told.put(message), duty=Duty(True), local_retention=Retention(2))
+    writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_retention=Retention(2))
     (tmp_path / "journal").write_bytes(b"0123456789")
     writer.sidecars.write_part("a", tmp_path / "journal", 0, 3)
     writer.start()
@@ -71,7 +70,7 @@ def test_what_waits_is_kept_as_it_was_last(tmp_path: Path, monkeypatch: pytest.M
     written: list[bytes] = []
     monkeypatch.setattr(LocalSidecars, "write", lambda self, name, data: written.append(data))
     writer = Writer(
-        open_tiers(str(tmp_path / "store")), lambda message, arena: None, duty=Duty(True), local_retention=Retention(2)
+        open_tiers(str(tmp_path / "store")), lambda message, arena: None, commits=True, local_retention=Retention(2)
     )
     journal = tmp_path / "journal"
     journal.write_bytes(b"0123456789")

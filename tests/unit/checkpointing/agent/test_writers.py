@@ -18,11 +18,11 @@ SECOND = TrainingStage("stage-2-dpo", 2, 20)
 class Desk:
     def __init__(self) -> None:
         self.reports, self.made = Reports(), list[tuple[Tiers, Report]]()
-        self.workers = Writers(Tiers(open_storage("memory://here/run")), self.reports, self.make)
+        self.workers = Writers(Tiers(open_storage("memory://here/run")), self.reports, self.make, commits=True)
 
-    def make(self, tiers: Tiers, report: Report) -> UnthreadedWorker:
+    def make(self, tiers: Tiers, report: Report, commits: bool) -> UnthreadedWorker:
         self.made.append((tiers, report))
-        return UnthreadedWorker(tiers, report)
+        return UnthreadedWorker(tiers, report, commits)
 
 
 @pytest.fixture
@@ -42,6 +42,14 @@ def test_a_stage_that_is_entered_again_has_its_worker(desk: Desk) -> None:
     assert desk.workers.stage == FIRST_STAGE and desk.workers.current is desk.workers.of_run
     desk.workers.enter(SECOND)
     assert len(desk.made) == 2
+
+
+def test_all_stages_learn_that_another_node_writes_now(desk: Desk) -> None:
+    desk.workers.commits = False
+    desk.workers.enter(SECOND)
+    assert not desk.workers.of_run.fencer.commits and not desk.workers.current.fencer.commits
+    desk.workers.commits = True
+    assert desk.workers.of_run.fencer.commits and desk.workers.current.fencer.commits
 
 
 def test_results_of_a_later_stage_are_stamped(desk: Desk) -> None:

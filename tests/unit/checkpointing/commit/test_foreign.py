@@ -101,8 +101,8 @@ def test_a_stock_trainers_checkpoints_are_left_alone(tmp_path: Path) -> None:
     assert mine.resume() == 0
     assert theirs.is_dir() and LocalStorage(tmp_path).quarantined() == []
     with pytest.raises(CheckpointError, match=r"checkpoint-20\): they are left as they are\. Start from one"):
-        mine.resumption.check_way(0)
-    mine.resumption.check_way(20)  # Training starts from this step.
+        mine.restoring.check_way(0)
+    mine.restoring.check_way(20)  # Training starts from this step.
     mine.save(20, 20)
     with pytest.raises(CommitFailed, match=r"checkpoint-20 was not written by this library and is kept"):
         mine.close()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.agent.duty import Duty
 from checkpointing.agent.writer import Writer
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.retention import Retention
@@ -95,7 +94,7 @@ def test_what_an_old_machine_commits_for_itself_does_not_count_when_it_comes_bac
     assert tiers.local is not None
 
     def begin(tiers: Tiers, attempt: int) -> Writer:
-        writer = Writer(tiers, lambda message, arena: None, duty=Duty(True), local_retention=Retention(2))
+        writer = Writer(tiers, lambda message, arena: None, commits=True, local_retention=Retention(2))
         assert writer.begin_attempt(attempt, ()).answered.wait(120)
         return writer
 

@@ -14,8 +14,7 @@ from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from packaging.version import Version
 
-from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
-from checkpointing.data.stream_source import beginning_of
+from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition, beginning_of
 from checkpointing.errors import CheckpointError
 
 

@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from checkpointing.host.extras import DISTRIBUTION, not_installed
+from checkpointing.host.environment import DISTRIBUTION, not_installed
 
 ROOT = Path(__file__).parents[4]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

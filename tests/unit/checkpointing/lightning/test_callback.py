@@ -73,11 +73,11 @@ def test_the_generators_are_restored_once_the_first_batch_is_drawn() -> None:
     subject = callback()
     point = subject._pending = Mock()
     next_batch(subject)
-    subject._manager.resumption.restore_rng.assert_called_once_with(point)
+    subject._manager.restoring.restore_rng.assert_called_once_with(point)
     subject._loop.continue_logging.assert_called_once()
     point.close.assert_called_once()
     next_batch(subject)
-    subject._manager.resumption.restore_rng.assert_called_once()
+    subject._manager.restoring.restore_rng.assert_called_once()
 
 
 def test_a_validation_is_followed_by_a_commit_with_its_value() -> None:

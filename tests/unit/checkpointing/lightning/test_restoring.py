@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 
-from checkpointing.lightning.restoring import put_restoring_back, replace_restoring, warn_of_draws
+from checkpointing.lightning.callback import put_restoring_back, replace_restoring, warn_of_draws
 
 
 class Connector:

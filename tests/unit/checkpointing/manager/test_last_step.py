@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.thread_ranks import run_ranks
 
-from checkpointing.manager.last_step import LastStep
+from checkpointing.manager.step_saves import LastStep
 from checkpointing.process.ranks import Ranks
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.format.digest import RunningDigest, digesting
 from checkpointing.format.manifest import SnapshotInfo
-from checkpointing.manager.location_notice import location_notice
+from checkpointing.manager.agent_connection import location_notice
 from checkpointing.storage import LocalStorage
 
 

@@ -16,8 +16,8 @@ from checkpointing.files.file_images import pieces
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.process.device import HostDevice
+from checkpointing.snapshot.schedule import expected_bytes
 from checkpointing.state.adapter import BASE_NAME
-from checkpointing.state.expected_size import expected_bytes
 from checkpointing.state.train_state import TrainState
 from checkpointing.transformers.peft import adapter_of
 

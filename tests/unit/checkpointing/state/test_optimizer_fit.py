@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.state.optimizer_fit import check_kind, check_shapes
+from checkpointing.state.optimizer_memory import check_kind, check_shapes
 
 Make = Callable[..., torch.optim.Optimizer]
 

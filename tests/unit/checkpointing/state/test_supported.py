@@ -8,7 +8,7 @@ import torch
 
 from checkpointing import CheckpointManager
 from checkpointing.errors import CheckpointError
-from checkpointing.state.supported import check_model, check_optimizer
+from checkpointing.state.train_state import check_model, check_optimizer
 
 
 def linear(size: int = 2) -> torch.nn.Linear:

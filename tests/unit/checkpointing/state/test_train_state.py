@@ -17,8 +17,8 @@ from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.files.torch_files import TorchFileLayout
 from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from checkpointing.process.device import HostDevice
+from checkpointing.snapshot.schedule import expected_bytes
 from checkpointing.state.captured_state import CapturedState
-from checkpointing.state.expected_size import expected_bytes
 from checkpointing.state.train_state import TrainState, hooks_with_memory
 
 

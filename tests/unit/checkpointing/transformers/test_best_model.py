@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.transformers.best_model import best_model_at_end
+from checkpointing.transformers.trainer import best_model_at_end
 
 
 def run(

@@ -8,7 +8,7 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerControl
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from checkpointing.transformers.callback_states import export_states, restore_states, stops_epoch
+from checkpointing.transformers.further_states import export_states, restore_states, stops_epoch
 
 
 class Counter(TrainerCallback, ExportableState):

@@ -29,7 +29,7 @@ class Handler:
 def set_up(committed: set[int] | None = None) -> tuple[Any, Handler, CommitNotices, TrainerState]:
     handler = Handler()
     manager = SimpleNamespace(
-        awaited=None, world_size=1, resumption=SimpleNamespace(is_committed=lambda step: step in (committed or set()))
+        awaited=None, world_size=1, restoring=SimpleNamespace(is_committed=lambda step: step in (committed or set()))
     )
     trainer = SimpleNamespace(callback_handler=handler, control=TrainerControl(), args=None, _manager=manager)
     return trainer, handler, CommitNotices(trainer), TrainerState(global_step=10)

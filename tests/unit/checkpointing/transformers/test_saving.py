@@ -242,7 +242,7 @@ def test_a_checkpoint_of_ours_is_restored_by_the_manager(tmp_path: Path, method:
     getattr(ours, method)("/runs/checkpoint-20")
     assert ours.calls == []
     if restores is not None:
-        getattr(ours._manager.resumption, restores).assert_called_once_with(ours._session.start.point)
+        getattr(ours._manager.restoring, restores).assert_called_once_with(ours._session.start.point)
 
 
 def test_generators_come_from_elsewhere_after_an_evaluation_and_for_streams(
@@ -257,7 +257,7 @@ def test_generators_come_from_elsewhere_after_an_evaluation_and_for_streams(
     assert states == [{"python": 1}]
     session.evaluation.after, session.data.stream = None, Mock()
     subject._load_rng_state(None)
-    subject._manager.resumption.restore_rng.assert_not_called()  # type: ignore[attr-defined]
+    subject._manager.restoring.restore_rng.assert_not_called()  # type: ignore[attr-defined]
 
 
 def test_callbacks_states_are_restored_where_this_run_is_resumed(tmp_path: Path) -> None:

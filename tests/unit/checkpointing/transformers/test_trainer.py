@@ -17,14 +17,13 @@ from checkpointing.data.step_layout import StepLayout
 from checkpointing.errors import CheckpointError, CommitFailed, NonFinite
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers import trainer as trainer_module
-from checkpointing.transformers.callback_states import export_states
 from checkpointing.transformers.evaluation import EvaluationCutShort, InterruptibleEvaluation
+from checkpointing.transformers.further_states import export_states
 from checkpointing.transformers.guards import StepGuard
 from checkpointing.transformers.loop_state import JobRecord, LoopState
 from checkpointing.transformers.options import ResilientOptions
 from checkpointing.transformers.starting_point import Start
-from checkpointing.transformers.throughput import Throughput
-from checkpointing.transformers.train_call import TrainCall
+from checkpointing.transformers.train_call import Throughput, TrainCall
 from checkpointing.transformers.trainer import ResilientMixin
 
 LAYOUT = StepLayout(1, 2, 2)
@@ -91,7 +90,7 @@ class Subject(ResilientMixin, Loop):
     def __init__(self, start: Start | None = None, **parts: Any) -> None:
         Loop.__init__(self)
         manager = Mock(stage_name="", is_closed=False)
-        manager.resumption.folder_of = "/runs/checkpoint-{}".format
+        manager.restoring.folder_of = "/runs/checkpoint-{}".format
         defaults = {
             "data": MagicMock(stream=None, layout=LAYOUT, is_stream=False, weighed=lambda batches: batches),
             "guard": StepGuard(),
@@ -175,7 +174,7 @@ def test_the_end_of_an_epoch_is_all_that_is_left(why: str) -> None:
         subject.state.stateful_callbacks = export_states([TrainerControl(should_epoch_stop=True)])
     run_epoch(subject, steps_done=40 if why == "done" else 20)
     subject._session.data.cursor.skip_epoch.assert_called_once()  # type: ignore[union-attr]
-    subject._manager.resumption.restore_rng.assert_called_once()  # type: ignore[attr-defined]
+    subject._manager.restoring.restore_rng.assert_called_once()  # type: ignore[attr-defined]
     assert subject.calls == [("epoch", 0)]
     assert subject.control.should_training_stop == over
     assert subject._session.start.pending is None and subject._globalstep_last_logged == 10
@@ -190,13 +189,13 @@ def test_the_loop_is_restored_once_before_the_first_batch() -> None:
         assert subject.get_batch_samples(["a", "b"]) == (["a", "b"], 2)
     assert subject._tr_loss == 4.25 and subject._session.figures.loss_since == 4
     assert subject._session.data.consume.call_count == 2  # type: ignore[attr-defined]
-    subject._manager.resumption.restore_rng.assert_not_called()  # type: ignore[attr-defined]
+    subject._manager.restoring.restore_rng.assert_not_called()  # type: ignore[attr-defined]
 
 
 def test_a_stream_needs_the_generators_before_its_first_batch() -> None:
     subject = Subject(resumed(), data=MagicMock())
     subject.get_batch_samples([])
-    subject._manager.resumption.restore_rng.assert_called_once()  # type: ignore[attr-defined]
+    subject._manager.restoring.restore_rng.assert_called_once()  # type: ignore[attr-defined]
 
 
 def test_an_evaluation_that_was_cut_short_is_repeated() -> None:
@@ -291,7 +290,7 @@ def test_training_starts_where_all_ranks_have_agreed(monkeypatch: pytest.MonkeyP
     begin(subject, Start(None, "/stock/checkpoint-7", "name"), monkeypatch)
     assert subject.calls == [("train", "/stock/checkpoint-7", True)]
     assert subject._session.has_trackers and subject._session.job == {"trainer": "Trainer"}
-    subject._manager.resumption.check_way.assert_called_once_with(0)  # type: ignore[attr-defined]
+    subject._manager.restoring.check_way.assert_called_once_with(0)  # type: ignore[attr-defined]
     subject._notices.forget.assert_called_once()  # type: ignore[attr-defined]
 
 
@@ -299,7 +298,7 @@ def test_a_resumed_run_does_not_evaluate_first_again(monkeypatch: pytest.MonkeyP
     subject, start = Subject(), resumed()
     begin(subject, start, monkeypatch)
     assert subject.calls == [("train", "/runs/checkpoint-20", False)] and subject.args.eval_on_start
-    subject._manager.resumption.check_way.assert_called_once_with(20)  # type: ignore[attr-defined]
+    subject._manager.restoring.check_way.assert_called_once_with(20)  # type: ignore[attr-defined]
     assert start.point is not None and not start.point.has("loop_state_0.json"), "closed"
 
 
@@ -327,7 +326,7 @@ def test_deepspeed_does_not_look_for_its_own_files_in_our_checkpoints(
     assert subject.calls == [("prepare", folder)]
     manager: Any = subject._manager
     assert [call[0] for call in manager.method_calls] == (
-        ["track", "resumption.restore_model", "resumption.restore_optimizer"] if folder is None else []
+        ["track", "restoring.restore_model", "restoring.restore_optimizer"] if folder is None else []
     )
     # The engine learns how the samples of a step are shared now.
     assert config.get("train_batch_size") == (4 if deepspeed else None)
@@ -350,7 +349,7 @@ def test_callbacks_states_are_restored_after_they_have_begun() -> None:
     data: Any = subject._session.data
     data.shared_samples = 4
     subject._on_train_begin()
-    (_, names), _ = subject._manager.resumption.restore_states.call_args  # type: ignore[attr-defined]
+    (_, names), _ = subject._manager.restoring.restore_states.call_args  # type: ignore[attr-defined]
     assert names == {"callback_A"}
     subject._manager.begin.assert_called_once_with(20, 40)  # type: ignore[attr-defined]
     assert subject._session.figures.loss_since == 20 and subject._session.uncovered is not None

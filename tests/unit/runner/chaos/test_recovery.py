@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from checkpointing.commit.tiers import open_tiers
-from runner.chaos.moments import MomentWaiter
 from runner.chaos.recovery import RecoveryWatch, RunOver
 from runner.chaos.result import Injection
+from runner.chaos.round import MomentWaiter
 from runner.chaos.scene import FailpointFile, JobPace, Moment, Scene
 from runner.errors import ExitCode
 from runner.journal.events import Entry

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from runner.config.section import Section
+from runner.config.launch import Section
 
 
 class Own(Section):

@@ -8,7 +8,7 @@ import pytest
 from helpers.journals import entry, event
 from infra.parts import lacks
 
-from checkpointing.host.clock import machine_clock
+from checkpointing.host.heartbeat import machine_clock
 from runner.journal.events import Entry, Malformed
 from runner.journal.journal import Journal, JournalReader, SteadyClock, read_journal
 

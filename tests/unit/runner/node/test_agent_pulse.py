@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.node.agent_pulse import AgentPulse
+from runner.node.helpers import AgentPulse
 
 
 @pytest.mark.parametrize(("quiet_timeout_s", "limit_s"), [(1800.0, 120.0), (30.0, 30.0)])

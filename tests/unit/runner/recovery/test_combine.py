@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.recovery.combine import combine
-from runner.recovery.failure import Failure
+from runner.recovery.failure import Failure, combine
 from runner.recovery.kinds import FailureKind
 
 K = FailureKind

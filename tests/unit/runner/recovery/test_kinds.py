@@ -8,9 +8,8 @@ import pytest
 
 from runner.errors import ExitCode
 from runner.recovery.classify import classify
-from runner.recovery.combine import combine
 from runner.recovery.evidence import RankEnd
-from runner.recovery.failure import Failure
+from runner.recovery.failure import Failure, combine
 from runner.recovery.kinds import Action, FailureKind, Rule, is_failure, kind_of_error
 from runner.recovery.policy import AttemptRecord, Restart, Stop, decide
 

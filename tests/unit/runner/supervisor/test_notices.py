@@ -10,7 +10,7 @@ from helpers.node_fakes import FakeDisplay
 from runner.config.schema import Config
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.supervisor.notices import Notices
+from runner.supervisor.supervisor import Notices
 
 
 class Bench:

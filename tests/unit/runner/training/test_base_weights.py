@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from runner.training.base_weights import BaseWeights
+from runner.training.model import BaseWeights
 
 CONFIG = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,

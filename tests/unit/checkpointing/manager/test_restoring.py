@@ -31,7 +31,7 @@ def test_the_agent_is_reached_when_it_is_needed_and_once(tmp_path: Path) -> None
     connection = Connection(tmp_path)
     own = training(tmp_path, connection)
     assert connection.num_connected == 0 and not own._node.is_connected
-    assert own.resumption.folder_of(7) == f"{tmp_path}/checkpoint-7" and own.scratch == tmp_path
+    assert own.restoring.folder_of(7) == f"{tmp_path}/checkpoint-7" and own.scratch == tmp_path
     assert connection.num_connected == 1 and own._node.is_connected
 
 
@@ -40,11 +40,11 @@ def test_the_newest_checkpoint_is_restored(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, (model, optimizer))
     connection = Connection(tmp_path)
     own = training(tmp_path, connection)
-    point = own.resumption.choose()
+    point = own.restoring.choose()
     assert point is not None and point.step == 10
     assert connection.client.beat.phase is Phase.RESTORING
-    own.resumption.restore_model(point)
-    own.resumption.restore_optimizer(point)
+    own.restoring.restore_model(point)
+    own.restoring.restore_optimizer(point)
     state: Any = own._tracked.state
     assert torch.equal(state.model.weight, model.weight) and state.optimizer.param_groups[0]["lr"] == 0.1
 
@@ -52,7 +52,7 @@ def test_the_newest_checkpoint_is_restored(tmp_path: Path) -> None:
 def test_the_state_of_a_model_on_the_cpu_is_the_ranks_own(tmp_path: Path) -> None:
     """On an accelerator it is copied from memory that all ranks share; the caller may say where the model will be."""
     write_checkpoint(tmp_path, 10, network())
-    found = {on_device: training(tmp_path).resumption.choose(on_device=on_device) for on_device in (None, True, False)}
+    found = {on_device: training(tmp_path).restoring.choose(on_device=on_device) for on_device in (None, True, False)}
     assert {on_device: point and point.private for on_device, point in found.items()} == {
         None: True,
         True: False,
@@ -62,13 +62,13 @@ def test_the_state_of_a_model_on_the_cpu_is_the_ranks_own(tmp_path: Path) -> Non
 
 def test_a_snapshot_in_memory_is_newer_than_the_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, network())
-    point = training(tmp_path, Connection(tmp_path, snapshot(12, network()))).resumption.choose()
+    point = training(tmp_path, Connection(tmp_path, snapshot(12, network()))).restoring.choose()
     assert point is not None and point.step == 12
 
 
 def test_without_a_checkpoint_training_starts_from_the_beginning(tmp_path: Path) -> None:
     own = training(tmp_path)
-    assert own.resumption.choose() is None and own.resumption.starting_point() is None
+    assert own.restoring.choose() is None and own.restoring.starting_point() is None
 
 
 def test_another_runs_checkpoint_is_for_the_first_training_only(tmp_path: Path) -> None:
@@ -76,27 +76,27 @@ def test_another_runs_checkpoint_is_for_the_first_training_only(tmp_path: Path) 
     write_checkpoint(folder, 10, network())
     source = str(folder / "checkpoint-10")
     first = training(tmp_path, resume_from=source)
-    assert first.resumption.starting_folder == source and first.resumption.stage_name == ""
-    point = first.resumption.starting_point()
+    assert first.restoring.starting_folder == source and first.restoring.stage_name == ""
+    point = first.restoring.starting_point()
     assert point is not None and point.step == 10
     later = training(tmp_path, Connection(tmp_path, stage=TrainingStage("stage-2", 2, 10)), resume_from=source)
     assert (
-        later.resumption.starting_folder is None
-        and later.resumption.starting_point() is None
-        and later.resumption.stage_name == "stage-2"
+        later.restoring.starting_folder is None
+        and later.restoring.starting_point() is None
+        and later.restoring.stage_name == "stage-2"
     )
 
 
 def test_a_commit_that_cannot_be_looked_up_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = write_checkpoint(tmp_path, 10, network())
     own = training(tmp_path)
-    assert own.resumption.is_committed(10) and not own.resumption.is_committed(11)
+    assert own.restoring.is_committed(10) and not own.restoring.is_committed(11)
 
     def refuse(self: object) -> list[int]:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(type(storage), "survey", refuse)
-    assert not own.resumption.is_committed(10)
+    assert not own.restoring.is_committed(10)
 
 
 def test_foreign_checkpoints_ahead_are_not_overwritten(tmp_path: Path) -> None:
@@ -105,6 +105,6 @@ def test_foreign_checkpoints_ahead_are_not_overwritten(tmp_path: Path) -> None:
     (folder / "trainer_state.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"weights")
     own = training(tmp_path)
-    own.resumption.check_way(20)
+    own.restoring.check_way(20)
     with pytest.raises(CheckpointError, match="checkpoint-20"):
-        own.resumption.check_way(10)
+        own.restoring.check_way(10)

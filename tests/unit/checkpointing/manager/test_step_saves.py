@@ -188,17 +188,17 @@ def test_a_loop_that_made_no_step_after_its_restore_commits_nothing(tmp_path: Pa
 def test_a_loop_that_resumed_from_shares_and_made_no_step_ends_when_they_are_committed(tmp_path: Path) -> None:
     """Nobody commits them again; the next attempt then computes the last steps once more."""
     job = Job(tmp_path, start_step=7)
-    job.training.resumption._started_in_shares = True
+    job.training.restoring._started_in_shares = True
     with pytest.raises(CommitFailed, match="could not commit the shares of step 7"):
         job.training.close()
     assert job.client.waited == [True] and job.client.discarded == [7]
     write_checkpoint(tmp_path, 7, network())
     job = Job(tmp_path, start_step=7)
-    job.training.resumption._started_in_shares = True
+    job.training.restoring._started_in_shares = True
     job.training.close()
     # Once there was a step, its own save counts.
     job = Job(tmp_path, start_step=5)
-    job.training.resumption._started_in_shares = True
+    job.training.restoring._started_in_shares = True
     job.loop_step(6)
     job.training.close()
     assert job.client.commits == [6] and job.client.waited == []

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from checkpointing.commit.retention import Retention
 from checkpointing.errors import CommitFailed
 from checkpointing.files.torch_files import torch_bytes
 from checkpointing.host.heartbeat import Phase
 from checkpointing.manager.data_positions import DataPositions
-from checkpointing.manager.last_step import LastStep
 from checkpointing.manager.node_services import NodeServices
 from checkpointing.manager.tracked import Tracked
 from checkpointing.process import rng
@@ -21,7 +23,7 @@ from checkpointing.process.ranks import Ranks
 from checkpointing.snapshot.request import SmallFile, SnapshotRequest
 
 
-class Saving:
+class StepSaves:
     """The saving part of a manager; every rank calls all methods at the same step.
 
     Args:
@@ -101,3 +103,40 @@ class Saving:
             return False
         snapshots.last_step = -1
         return True
+
+
+logger = logging.getLogger("checkpointing")
+
+
+class LastStep:
+    """What `CheckpointManager.step` was last called with.
+
+    Attributes:
+        step: Number of the step; 0 before the first.
+        samples_consumed: Samples drawn by all ranks.
+        metrics: Metrics of the step, by name.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.samples_consumed = 0
+        self.metrics: Mapping[str, float] | None = None
+
+    def ended(self, step: int, samples_consumed: int, metrics: Mapping[str, float] | None) -> None:
+        """Note that a step has ended."""
+        self.step, self.samples_consumed, self.metrics = step, samples_consumed, metrics
+
+    def is_to_be_committed(self, ranks: Ranks, *, missing: bool, unfit: bool, written: bool) -> bool:
+        """Decide, together with all ranks, whether the step is committed now.
+
+        Args:
+            ranks: This rank among all.
+            missing: This rank's step is in no snapshot that is committed. Other machines may have had memory for it.
+            unfit: This rank's state belongs to no step: a further one has begun, or an exception is being raised.
+            written: This rank has committed the step itself, without a snapshot.
+        """
+        found = ranks.maximum(torch.tensor([int(missing), int(unfit), int(written)]))
+        missing, unfit, written = map(bool, found.tolist())
+        missing = missing and not written
+        if missing and unfit:
+            logger.warning("step %d is not committed: close() was called in the middle of a later step", self.step)
+        return missing and not unfit

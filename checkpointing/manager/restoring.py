@@ -18,7 +18,7 @@ from checkpointing.process.ranks import Ranks
 from checkpointing.resume.restorer import check_nothing_in_the_way, restore_generators
 
 
-class Resumption:
+class Restoring:
     """The resuming part of a manager; every rank calls all methods at the same step.
 
     Args:
