@@ -69,5 +69,8 @@ def test_on_two_nodes_nobody_commits_it(strategy: str, tmp_path: Path) -> None:
     assert all(ended.codes) and "NonFinite: the state of step" in ended.stderr, ended.stderr[-3000:]
     (last,) = open_storage(str(folder)).steps()
     assert last in (2, 4, 6)
-    # Of what is spread over nodes, none has enough for a post-mortem.
-    assert len(open_storage(str(folder / NOT_FINITE_FOLDER)).steps()) == (strategy == "ddp")
+    # Of what is spread over nodes, none has enough for a post-mortem; otherwise an agent of the script's own may end
+    # before the last rank has handed over its share.
+    kept = open_storage(str(folder / NOT_FINITE_FOLDER))
+    assert len(kept.steps()) <= (strategy == "ddp")
+    assert all(kept.read_manifest(step).not_finite for step in kept.steps())
