@@ -54,7 +54,8 @@ def test_one_step_with_infinite_gradients(ranks: int, tmp_path: Path) -> None:
     assert found and int(found[1]) > 6, ended.stderr[-3000:]
     folder = tmp_path / "run" / ("checkpoints" if ranks else "")
     (last,) = open_storage(str(folder)).steps()
-    assert last in (2, 4, 6)
+    # A save for which there is no memory yet is made up for at the next step.
+    assert last <= 6
     kept = open_storage(str(folder / NOT_FINITE_FOLDER))
     (step,) = kept.steps()
     assert step > 6 and kept.read_manifest(step).not_finite
@@ -68,7 +69,8 @@ def test_on_two_nodes_nobody_commits_it(strategy: str, tmp_path: Path) -> None:
     ended = torchrun(tmp_path / "train.py", strategy, ranks=1, nodes=2, environment={"LOCATION": str(folder)})
     assert all(ended.codes) and "NonFinite: the state of step" in ended.stderr, ended.stderr[-3000:]
     (last,) = open_storage(str(folder)).steps()
-    assert last in (2, 4, 6)
+    # A save for which there is no memory yet is made up for at the next step.
+    assert last <= 6
     # Of what is spread over nodes, none has enough for a post-mortem; otherwise an agent of the script's own may end
     # before the last rank has handed over its share.
     kept = open_storage(str(folder / NOT_FINITE_FOLDER))
