@@ -11,10 +11,10 @@ import torch
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.adapter import Adapter
 from checkpointing.state.ddp_buckets import DdpBuckets
-from checkpointing.state.pipeline import PipelineState
+from checkpointing.state.kinds import kind_of
+from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.train_state import TrainState, hooks_with_memory
 from checkpointing.state.wrappers import is_wrapped, unwrapped
-from checkpointing.state.zero import ZeroState, is_engine
 
 logger = logging.getLogger("checkpointing")
 
@@ -36,7 +36,7 @@ class Tracked:
         self.state: TrainState
         self.buckets = DdpBuckets(is_first=ranks.is_first)
         self.static_files: dict[str, bytes] = {}
-        self._zero: ZeroState | None = None
+        self._kept: StateKind | None = None
         # Classes of what DDP's communication hooks remember, which no checkpoint holds.
         self._hook_states: list[str] = []
 
@@ -56,13 +56,13 @@ class Tracked:
             if isinstance(model, torch.nn.parallel.DistributedDataParallel):
                 self._hook_states = hooks_with_memory(model)
             model = unwrapped(model)
-        if is_engine(model):
-            if self._zero is None or self._zero.engine is not model:
-                self._zero = ZeroState(model)
-            model, optimizer = self._zero.module, self._zero
-        zero = self._zero if optimizer is self._zero else None
-        stages = PipelineState(model, getattr(optimizer, "optimizer", optimizer), self._ranks) if pipeline else None
-        self.state = TrainState(model, optimizer, scheduler, scaler, dict(states), adapter, zero, stages)
+        kept = self._kept
+        if kept is None or not kept.is_of(model, optimizer):
+            found = kind_of(model, getattr(optimizer, "optimizer", optimizer), self._ranks, pipeline=pipeline)
+            kept = self._kept = found if found.is_kept else None
+        if kept is not None:
+            model, optimizer = kept.model, kept.optimizer
+        self.state = TrainState(model, optimizer, scheduler, scaler, dict(states), adapter, kept)
         self.buckets.track([model, optimizer, *self.state.states.values()])
 
     @property

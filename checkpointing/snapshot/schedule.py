@@ -5,23 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from checkpointing.agent.client import AgentClient
 from checkpointing.agent.events import SnapshotCost, SnapshotSkipped
 from checkpointing.commit.tiers import Tiers
-from checkpointing.files import sharding
 from checkpointing.process import device as devices
 from checkpointing.process.device import Device
 from checkpointing.process.pinning import Pinning
 from checkpointing.process.ranks import Ranks
-from checkpointing.process.trees import tensors_in
 from checkpointing.snapshot.buddy_copies import BuddyCopies, has_buddies
 from checkpointing.snapshot.cadence import CostModel
 from checkpointing.snapshot.copy_thread import Copy, CopyThread
@@ -119,10 +114,11 @@ class SnapshotSchedule:
             ranks: This rank, with a group that the training thread uses.
         """
         local_world_size = ranks.local_world_size
-        if train_state.is_sharded:
+        kind = train_state.kind
+        if kind.is_cut:
             # Not known to each rank alone: its own mesh may be within a node where another's is not.
-            self.is_spread = any(ranks.gather(train_state.is_spread(local_world_size)))
-        nbytes = expected_bytes(train_state, local_world_size, is_spread=bool(self.is_spread))
+            self.is_spread = any(ranks.gather(kind.is_spread(local_world_size)))
+        nbytes = train_state.expected_bytes(local_world_size, is_spread=bool(self.is_spread))
         if self._pinning is not None:
             self._pinning.device_index = train_state.device_index
         self._reserving = ranks if any(ranks.gather(nbytes >= _MUCH_BYTES)) else None
@@ -291,34 +287,3 @@ class SnapshotSchedule:
         """Note that forward and backward are done: an optimizer is about to step."""
         if not self._barrier_at:
             self._barrier_at = time.perf_counter()
-
-
-def expected_bytes(train_state: TrainState, local_world_size: int = sys.maxsize, *, is_spread: bool = False) -> int:
-    """Estimate the size of a node's snapshot, as far as it can be known before the first optimizer step.
-
-    Args:
-        train_state: What is saved.
-        local_world_size: Number of ranks on each node.
-        is_spread: Whether some node does not hold all of the model.
-    """
-    share = local_world_size / dist.get_world_size() if is_spread else 1
-    if train_state.zero is not None and train_state.adapter is None:
-        return int(train_state.zero.nbytes * share)
-
-    def nbytes(tensor: Any) -> int:
-        own = is_spread and sharding.is_sharded(tensor)
-        return sharding.own_nbytes(tensor) * local_world_size if own else sharding.nbytes_of(tensor)
-
-    parameters = list(train_state.model.parameters())
-    saved = train_state.adapter.weights(train_state.model).values() if train_state.adapter else None
-    model = sum(nbytes(value) for value in (saved or [*parameters, *train_state.model.buffers()]))
-    optimizer = train_state.torch_optimizer
-    tensors = tensors_in(optimizer.state_dict())
-    state = sum({id(t) if sharding.is_sharded(t) else t.data_ptr(): nbytes(t) for t in tensors}.values())
-    if not state:
-        defaults = getattr(optimizer, "defaults", {})
-        moments = 2 + bool(defaults.get("amsgrad")) if "betas" in defaults else int(bool(defaults.get("momentum")))
-        state = moments * sum(nbytes(value) for value in parameters if value.requires_grad)
-    if train_state.stages is not None:
-        return int((model + state) * share * train_state.stages.nbytes / max(train_state.stages.own_nbytes, 1))
-    return int(model + state)

@@ -258,7 +258,7 @@ class SnapshotCopy:
         """
         if not self._check_finite:
             return list
-        buffers = {**(state.model if self._ranks.is_first else {}), **state.stage_buffers}
+        buffers = {**(state.model if self._ranks.is_first else {}), **state.own_buffers}
         look = FiniteLook({name: buffers[name] for name in sorted(state.finite) if name in buffers})
         is_broken = state.scale is not None and not 0 < state.scale < math.inf
         return lambda: [*look.names(), *([f"scaler: a scale of {state.scale:g}"] if is_broken else [])]
@@ -319,9 +319,9 @@ class SnapshotCopy:
             "states": {name: value for name, value in state.states.items() if name in differing},
             "buffers": {name: value for name, value in state.model.items() if name in differing},
         }
-        if state.stages is not None:
-            different = differing_buffers(state.stage_buffers, self._ranks)
-            mine["buffers"] |= {name: value for name, value in state.stage_buffers.items() if name in different}
+        if state.kind.has_own_buffers:
+            different = differing_buffers(state.own_buffers, self._ranks)
+            mine["buffers"] |= {name: value for name, value in state.own_buffers.items() if name in different}
         if any(mine.values()):
             own[rank_state_name(rank)] = torch_bytes(mine)
         images = [image for name, image in foreign.items() if name not in differing]

@@ -12,7 +12,7 @@ import torch
 from checkpointing.files import sharding
 from checkpointing.process.ranks import Ranks
 from checkpointing.process.trees import tensors_in
-from checkpointing.state.pipeline import PipelineState
+from checkpointing.state.kinds.state_kind import StateKind
 
 
 def versions_of(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
@@ -28,6 +28,7 @@ class CapturedState:
 
     Attributes:
         weights_name: The file that the model is saved in.
+        kind: How ranks hold model and optimizer.
         model: State dict of what is saved; buffers are clones.
         parameters: Names of the parameters in `model`.
         buffers: Names of the buffers in `model`.
@@ -38,8 +39,7 @@ class CapturedState:
         is_spread: No node holds all of the model.
         versions: Version counter of every tensor that only an optimizer may change.
         masters: Parameters in full precision, by name, where the optimizer has these besides.
-        stages: Which rank holds what, where the model is a stage of a pipeline, and model and optimizer are its own.
-        stage_buffers: Buffers of this rank's stage, by name, unless they are large.
+        own_buffers: Copies of buffers that other ranks may lack, by name, unless they are large.
         finite: Names of the buffers that are to be finite, of those that are clones.
         scale: The gradient scaler's scale; None without one.
         sources: Tensors that only an optimizer may change, as training has them, with their names.
@@ -47,6 +47,7 @@ class CapturedState:
     """
 
     weights_name: str
+    kind: StateKind
     model: dict[str, torch.Tensor]
     parameters: frozenset[str]
     buffers: frozenset[str]
@@ -57,8 +58,7 @@ class CapturedState:
     is_spread: bool
     versions: list[tuple[torch.Tensor, int]]
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
-    stages: PipelineState | None = None
-    stage_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    own_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     finite: frozenset[str] = frozenset()
     scale: float | None = None
     sources: list[tuple[str, torch.Tensor]] = field(default_factory=list)
@@ -94,14 +94,12 @@ class CapturedState:
 
 
 def completed(state: CapturedState, ranks: Ranks) -> CapturedState:
-    """Return a captured state that is cut, with stand-ins for the stages of other ranks; called by all ranks.
+    """Return a captured state that is cut, with stand-ins for what only other ranks have; called by all ranks.
 
     Args:
         state: The state.
         ranks: This rank, with a group that only the copy thread uses.
     """
     state = state.cut()
-    if state.stages is None:
-        return state
-    model, optimizer = state.stages.complete(state.model, state.optimizer, state.parts, ranks)
+    model, optimizer = state.kind.complete(state.model, state.optimizer, state.parts, ranks)
     return dataclasses.replace(state, model=model, optimizer=optimizer)

@@ -97,7 +97,7 @@ class ReplicaComparison:
         names = {id(state.parts[key]): name for name, key in _stand_ins_by_name(state)}
         kinds: dict[str, list[Part]] = {}
         # These are kept for each rank where they differ.
-        buffers = {key for name, key in _stand_ins_by_name(state) if name in state.stage_buffers}
+        buffers = {key for name, key in _stand_ins_by_name(state) if name in state.own_buffers}
         for key, part in state.parts.items():
             if key not in buffers:
                 kinds.setdefault(part.distribution, []).append(part)

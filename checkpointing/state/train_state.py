@@ -19,9 +19,9 @@ from checkpointing.files.torch_files import torch_bytes
 from checkpointing.format.layout import (
     ADAPTER_NAME,
     EXTRA_STATE_NAME,
+    MASTER_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
-    OPTIONS_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
     rank_state_name,
@@ -29,13 +29,12 @@ from checkpointing.format.layout import (
 from checkpointing.process.trees import freeze, tensors_in
 from checkpointing.state.adapter import BASE_NAME, Adapter
 from checkpointing.state.captured_state import CapturedState, versions_of
+from checkpointing.state.kinds import kind_of
+from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.optimizer_memory import OptimizerMemory
-from checkpointing.state.param_names import matched_to
-from checkpointing.state.pipeline import PipelineState
 from checkpointing.state.samples import named_tensors
 from checkpointing.state.tensor_fingerprint import FiniteLook
-from checkpointing.state.weights import restore_weights
-from checkpointing.state.zero import ZeroState
+from checkpointing.state.weights import is_expanded
 
 logger = logging.getLogger("checkpointing")
 
@@ -61,8 +60,7 @@ class TrainState:
         scaler: The gradient scaler.
         states: Further objects with `state_dict` and `load_state_dict`, by name.
         adapter: The part of the model that is saved; None saves all of it.
-        zero: The optimizer, where it is that of a DeepSpeed engine.
-        stages: Which rank holds what, where the model is a stage of a pipeline.
+        held_as: How ranks hold model and optimizer, where that is of a kind that stays.
     """
 
     model: torch.nn.Module
@@ -71,8 +69,7 @@ class TrainState:
     scaler: Any = None
     states: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter | None = None
-    zero: ZeroState | None = None
-    stages: PipelineState | None = None
+    held_as: StateKind | None = None
     _finite_buffers: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
@@ -109,27 +106,25 @@ class TrainState:
         return first.device.index or 0
 
     @property
-    def has_step_hook(self) -> bool:
-        """Whether torch calls the pre-step barrier before the optimizer changes the state."""
-        return isinstance(self.torch_optimizer if self.zero is None else self.zero.base, torch.optim.Optimizer)
+    def kind(self) -> StateKind:
+        """How ranks hold model and optimizer; `fully_shard` may change it until training begins."""
+        return self.held_as or kind_of(self.model, self.torch_optimizer)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether ranks hold parts of the state, which they save and restore together."""
-        is_split = self.zero is not None or self.stages is not None
-        return is_split or (self.model is not None and sharding.has_sharded(self.model))
+    def has_step_hook(self) -> bool:
+        """Whether torch calls the pre-step barrier before the optimizer changes the state."""
+        return isinstance(self.kind.base_optimizer, torch.optim.Optimizer)
 
-    def is_spread(self, local_world_size: int) -> bool:
-        """Return whether some node does not hold all of the state, as far as this rank knows.
+    def expected_bytes(self, local_world_size: int = sys.maxsize, *, is_spread: bool = False) -> int:
+        """Estimate the size of a node's snapshot, as far as it can be known before the first optimizer step.
 
         Args:
             local_world_size: Number of ranks on each node.
+            is_spread: Whether some node does not hold all of the model.
         """
-        if self.zero is not None:
-            return dist.get_world_size() > local_world_size
-        if self.stages is not None:
-            return self.stages.is_spread(local_world_size)
-        return self.is_sharded and sharding.is_spread(self.model, local_world_size)
+        saved = list(self.adapter.weights(self.model).values()) if self.adapter is not None else None
+        node_share = local_world_size / dist.get_world_size() if is_spread else 1
+        return self.kind.expected_bytes(saved, local_world_size, node_share)
 
     def capture(
         self, *, check: bool = False, local_world_size: int = sys.maxsize, is_spread: bool | None = None
@@ -145,11 +140,11 @@ class TrainState:
         Raises:
             CheckpointError: Part of the state cannot be read back; the message names it.
         """
+        kind = self.kind
         live, objects, small = self._live_state()
         small |= {name: torch_bytes(value) for name, value in objects.items()}
         parts: sharding.Parts = {}
-        cut = self.is_sharded
-        is_spread = self.is_spread(local_world_size) if is_spread is None else is_spread
+        is_spread = kind.is_spread(local_world_size) if is_spread is None else is_spread
         if is_spread:
             # Of all ranks that hold the same, one writes it.
             local_world_size = sys.maxsize
@@ -158,27 +153,23 @@ class TrainState:
         are_cloned = sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES
         if are_cloned:
             live |= _clones_of(buffers)
-        # What is made for the capture, or goes by what an engine does meanwhile, is cut at once.
-        is_late = cut and not check and self.stages is None and self.zero is None
-        stage_buffers: dict[str, Any] = {}
-        if self.stages is not None:
-            stage_buffers = {name: live[name] for name in buffers if live[name] is not buffers[name]}
-            live = self.stages.weights(live, local_world_size)
-        if cut and not is_late:
+        is_late = kind.is_cut_late and not check
+        own_buffers = {name: live[name] for name in buffers if kind.has_own_buffers and are_cloned}
+        live = dict(kind.weights(live, local_world_size))
+        if kind.is_cut and not is_late:
             live = sharding.stand_ins(live, parts, local_world_size)
         # Detached at once, so that nobody can put other memory in its place.
         model = {name: value if sharding.is_sharded(value) else value.detach() for name, value in live.items()}
         optimizer = freeze(self.optimizer.state_dict())
-        masters = sharding.stand_ins(self.zero.masters if self.zero is not None else {}, parts)
+        masters = sharding.stand_ins(kind.masters, parts)
         states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
         held = set(map(id, tensors_in(optimizer)))
         if self.on_gpu:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
-        if self.stages is not None:
-            small[OPTIONS_NAME] = torch_bytes(self.stages.options(optimizer))
-            optimizer = self.stages.optimizer_state(optimizer, local_world_size)
-        if cut and not is_late:
+        small |= kind.files(optimizer)
+        optimizer = kind.optimizer_state(optimizer, local_world_size)
+        if kind.is_cut and not is_late:
             optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
         if check:
             named = {f"{name}.pt": value for name, value in states.items()}
@@ -188,14 +179,14 @@ class TrainState:
         sources = [
             *named_tensors({name: value for name, value in live.items() if name not in buffers}, "model"),
             # Copies are nobody's to write to, and others each time.
-            *((name, one) for name, one in named_tensors(optimizer, "optimizer") if id(one) in held or self.is_sharded),
+            *((name, one) for name, one in named_tensors(optimizer, "optimizer") if id(one) in held or kind.is_cut),
             *(("a shard", tensor) for tensor in guards if not sharding.is_dtensor(tensor)),
         ]
         return CapturedState(
             weights_name=self.weights_name,
             model=model,
             masters=masters,
-            stages=self.stages,
+            kind=kind,
             parameters=frozenset(live.keys() - buffers.keys()),
             buffers=frozenset(buffers),
             optimizer=optimizer,
@@ -204,7 +195,7 @@ class TrainState:
             parts=parts,
             is_spread=is_spread,
             versions=versions_of([*model.values(), *tensors_in(optimizer), *guards]),
-            stage_buffers=stage_buffers,
+            own_buffers=own_buffers,
             sources=[(name, tensor) for name, tensor in sources if not sharding.is_stand_in(tensor, parts)],
             finite=self._finite_buffers & buffers.keys() if are_cloned else frozenset(),
             scale=_scale_of(objects.get(SCALER_NAME)),
@@ -248,15 +239,12 @@ class TrainState:
     @property
     def num_unsaved(self) -> int:
         """Number of parameters that the optimizer trains and that are in nothing that is saved, as far as is known."""
-        if self.zero is not None:
-            return 0
         holders = [self.model, *(one for one in self.states.values() if isinstance(one, torch.nn.Module))]
         saved = {id(parameter) for holder in holders for parameter in holder.parameters()}
-        groups = getattr(self.torch_optimizer, "param_groups", [])
-        return sum(id(parameter) not in saved for group in groups for parameter in group["params"])
+        return sum(id(parameter) not in saved for parameter in self.kind.trained)
 
     def restore_model(self, point: LoadedCheckpoint, place: Callable[[Any], Any] = lambda state: state) -> None:
-        """Load the weights.
+        """Load the weights, each from the most precise file that the checkpoint has of it.
 
         Args:
             point: The state to load from.
@@ -265,16 +253,24 @@ class TrainState:
         Raises:
             CheckpointError: The checkpoint is of another model.
         """
-        restore_weights(
-            self.model, point, adapter=self.adapter, zero=self.zero, is_stage=self.stages is not None, place=place
-        )
-
-    def _own_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        if self.zero is not None:
-            return self.zero.fitted(state)
-        if self.stages is not None:
-            return self.stages.own_state(state)
-        return matched_to(self.torch_optimizer, self.model, state)
+        kind, sources = self.kind, dict[str, tuple[str, torch.Tensor]]()
+        for buffer in self.model.buffers():
+            if is_expanded(buffer):
+                buffer.data = buffer.contiguous()
+        kind.release()
+        if self.adapter is not None:
+            restored = self.adapter.restore(self.model, point)
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            sources |= {names[key]: (ADAPTER_NAME, value) for key, value in restored.items() if key in names}
+        else:
+            sources |= {name: (MODEL_NAME, value) for name, value in kind.load_weights(point, place).items()}
+        precise = point.model_state(MASTER_NAME) if point.has(MASTER_NAME) else {}
+        sources |= {name: (MASTER_NAME, value) for name, value in precise.items()}
+        for name, parameter in self.model.named_parameters():
+            # Written where the model had a shorter type than now.
+            if name in precise and parameter.dtype == precise[name].dtype:
+                sharding.fill(parameter, point.cut(MASTER_NAME, precise[name], parameter, in_place=True))
+        kind.restore_masters(point, sources)
 
     def restore_states(self, point: LoadedCheckpoint, rank: int, names: Set[str]) -> dict[str, Any]:
         """Load the further `states` of these names; return what the checkpoint holds of this rank alone.
@@ -308,14 +304,15 @@ class TrainState:
         Raises:
             CheckpointError: A file cannot be parsed, or is of another optimizer.
         """
+        kind = self.kind
         before = tensors_in([list(own.values()) for own in getattr(self.torch_optimizer, "state", {}).values()])
         _load(
             self.optimizer,
             point,
             OPTIMIZER_NAME,
-            lambda state: place(point.cut_optimizer_state(self._own_state(state), self.torch_optimizer)),
+            lambda state: place(point.cut_optimizer_state(kind.own_state(state), self.torch_optimizer)),
         )
-        own_name = point.own_name if self.stages is None or self.stages.restore_options(point, self.optimizer) else str
+        own_name = point.own_name if kind.restore_options(point) else str
         _warn_of_frozen(self.model, self.torch_optimizer, point)
         if not point.private:
             _own_what_stayed_on_the_host(self.torch_optimizer, before)

@@ -1,4 +1,4 @@
-"""Restores a model's weights, whole or cut, from the most precise file that a checkpoint has of them."""
+"""Loads a model's weights from a checkpoint, whole or cut."""
 
 from __future__ import annotations
 
@@ -11,61 +11,22 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.format.layout import ADAPTER_NAME, EXTRA_STATE_NAME, MASTER_NAME, MODEL_NAME, rank_object_name
-from checkpointing.state.adapter import Adapter
-from checkpointing.state.zero import ZeroState
+from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, rank_object_name
 
 logger = logging.getLogger("checkpointing")
 
 
-def restore_weights(
-    model: torch.nn.Module,
-    point: LoadedCheckpoint,
-    *,
-    adapter: Adapter | None,
-    zero: ZeroState | None,
-    is_stage: bool = False,
-    place: Callable[[Any], Any],
-) -> None:
-    """Load the weights of a model.
+def load_whole(model: torch.nn.Module, point: LoadedCheckpoint, place: Callable[[Any], Any]) -> None:
+    """Load all weights as the module itself does, which cuts `DTensor`s.
 
     Args:
         model: The model.
         point: The state to load from.
-        adapter: The part of the model that is saved; None where all of it is.
-        zero: The optimizer of DeepSpeed's engine that the model is in, if it is in one.
-        is_stage: The model is a stage of a pipeline, and the checkpoint is of the whole.
         place: Moves a state dict to the device where it is wanted.
 
     Raises:
         CheckpointError: The checkpoint is of another model.
     """
-    sources: dict[str, tuple[str, torch.Tensor]] = {}
-    for buffer in model.buffers():
-        if _is_expanded(buffer):
-            buffer.data = buffer.contiguous()
-    if zero is not None:
-        zero.release()
-    if adapter is not None:
-        restored = adapter.restore(model, point)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        sources |= {names[key]: (ADAPTER_NAME, value) for key, value in restored.items() if key in names}
-    elif zero is not None or is_stage:
-        filled = _fill(model, point, is_stage=is_stage)
-        sources |= {name: (MODEL_NAME, value) for name, value in filled.items()}
-    else:
-        _load(model, point, place)
-    precise = point.model_state(MASTER_NAME) if point.has(MASTER_NAME) else {}
-    sources |= {name: (MASTER_NAME, value) for name, value in precise.items()}
-    for name, parameter in model.named_parameters():
-        # Written where the model had a shorter type than now.
-        if name in precise and parameter.dtype == precise[name].dtype:
-            sharding.fill(parameter, point.cut(MASTER_NAME, precise[name], parameter, in_place=True))
-    if zero is not None:
-        zero.restore_parameters(point, sources)
-
-
-def _load(model: torch.nn.Module, point: LoadedCheckpoint, place: Callable[[Any], Any]) -> None:
     whole = point.model_state()
     # `state_dict` also shards again what an evaluation has left whole.
     live = model.state_dict()
@@ -81,13 +42,22 @@ def _load(model: torch.nn.Module, point: LoadedCheckpoint, place: Callable[[Any]
         raise _misfit(point, str(error)) from None
 
 
-def _fill(model: torch.nn.Module, point: LoadedCheckpoint, *, is_stage: bool) -> dict[str, torch.Tensor]:
-    """Copy the weights into a model of whose parameters each rank may hold a fragment; return them."""
+def fill(model: torch.nn.Module, point: LoadedCheckpoint, *, is_part: bool = False) -> dict[str, torch.Tensor]:
+    """Copy the weights into a model of whose parameters each rank may hold a fragment; return them, by name.
+
+    Args:
+        model: The model.
+        point: The state to load from.
+        is_part: The model is a part of what the checkpoint holds.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model; nothing has been changed then.
+    """
     whole = point.model_state()
     live = model.state_dict(keep_vars=True)
     extra = {name for name, value in live.items() if not isinstance(value, torch.Tensor)}
     names = live.keys() - extra
-    if is_stage:
+    if is_part:
         whole = {name: value for name, value in whole.items() if name in names}
     if names != whole.keys():
         missing, unknown = sorted(names - whole.keys()), sorted(whole.keys() - names)
@@ -127,7 +97,7 @@ def _extra_state(point: LoadedCheckpoint) -> dict[str, Any]:
     return found
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
+def is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether several elements are one in memory, to which torch does not write."""
     return tensor.layout is torch.strided and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)

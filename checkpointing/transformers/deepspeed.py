@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from checkpointing.errors import CheckpointError
-from checkpointing.state.zero import is_engine
+from checkpointing.state.kinds.zero import is_engine
 
 
 def check_deepspeed(trainer: Any) -> None:

@@ -30,7 +30,6 @@ from checkpointing import CheckpointManager
 from checkpointing.host.shared_memory import populate_pages
 from checkpointing.process import device as devices
 from checkpointing.snapshot import copy_thread
-from checkpointing.snapshot.schedule import expected_bytes
 from runner.launcher.script_imports import EVERYTHING
 from runner.system.processes import PRELOAD_ENV
 
@@ -317,7 +316,7 @@ def _steps(on: str, parameters: float, num_steps: int, tokens: int, every: int |
             train(step)
         stall_s = manager.stall_s - stall_s
         copies, price = list(snapshotter.costs._copies), snapshotter.costs.snapshot_s
-        nbytes = expected_bytes(manager._tracked.state)
+        nbytes = manager._tracked.state.expected_bytes()
         manager.close()
     usual = statistics.median(times)
     return {

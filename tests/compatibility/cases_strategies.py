@@ -209,7 +209,7 @@ def _zero(run: Run, *, stage: int, lora: bool) -> None:
         engine.step()
         run.saw(step, "loss", float(loss.detach()))
         manager.step(step + 1)
-    state = manager._tracked.state.zero.state_dict()["state"]
+    state = manager._tracked.state.kind.optimizer.state_dict()["state"]
     held = {
         f"{number} {name}": getattr(one, "tensor", one) for number, own in state.items() for name, one in own.items()
     }

@@ -94,9 +94,9 @@ def whole(value):
 
 def state_digest():
     # Of all elements of the parameters and of the optimizer's state, whatever rank holds them.
-    zero = manager._tracked.state.zero
-    own = (zero or optimizer).state_dict()["state"]
-    state = model.state_dict(keep_vars=True) | (zero.masters if zero else {})
+    kind = manager._tracked.state.kind
+    own = kind.optimizer.state_dict()["state"]
+    state = model.state_dict(keep_vars=True) | kind.masters
     # Tied to the embedding; with 16 bits, only one of the names has a copy in full precision.
     del state["head.weight"]
     state |= {f"{number} {name}": own[number][name] for number in own for name in own[number]}

@@ -16,7 +16,6 @@ from checkpointing.files.file_images import pieces
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.process.device import HostDevice
-from checkpointing.snapshot.schedule import expected_bytes
 from checkpointing.state.adapter import BASE_NAME
 from checkpointing.state.train_state import TrainState
 from checkpointing.transformers.peft import adapter_of
@@ -78,7 +77,7 @@ def test_what_is_saved_is_small_and_by_reference() -> None:
     trained = {parameter.data_ptr() for parameter in source.model.parameters() if parameter.requires_grad}
     assert {tensor.data_ptr() for tensor in state.model.values()} == trained
     assert state.parameters == state.model.keys()
-    assert expected_bytes(source) == 3 * sum(tensor.nbytes for tensor in state.model.values())
+    assert source.expected_bytes() == 3 * sum(tensor.nbytes for tensor in state.model.values())
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,15 @@ from checkpointing.format.boxes import Region
 from checkpointing.process.ranks import Ranks
 from checkpointing.state import replicas
 from checkpointing.state.captured_state import CapturedState
+from checkpointing.state.kinds.state_kind import WholeState
 from checkpointing.state.replicas import ReplicaComparison, describe_differing_ranks
+
+WHOLE = WholeState(None, None, Ranks())
 
 
 def state(weight: float = 1.0, buffer: float = 0.0) -> CapturedState:
     model = {"weight": torch.full((3,), weight), "mean": torch.full((2,), buffer)}
-    return CapturedState("m", model, frozenset({"weight"}), frozenset({"mean"}), {}, {}, {}, {}, False, [])
+    return CapturedState("m", WHOLE, model, frozenset({"weight"}), frozenset({"mean"}), {}, {}, {}, {}, False, [])
 
 
 def optimizer(moment: float = 0.0) -> FileImage:
@@ -72,7 +75,7 @@ def sharded(rank: int, half: int, weight: float = 1.0) -> CapturedState:
         parts[stand_in.untyped_storage()._cdata] = Part((4, 3), held, tensor, (), rank < 2, "(Replicate(), Shard(0))")
     model = {"weight": stand_ins[0]}
     return CapturedState(
-        "m", model, frozenset({"weight"}), frozenset(), {"moment": stand_ins[1]}, {}, {}, parts, True, []
+        "m", WHOLE, model, frozenset({"weight"}), frozenset(), {"moment": stand_ins[1]}, {}, {}, parts, True, []
     )
 
 

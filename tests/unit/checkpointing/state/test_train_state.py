@@ -17,7 +17,6 @@ from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.files.torch_files import TorchFileLayout
 from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from checkpointing.process.device import HostDevice
-from checkpointing.snapshot.schedule import expected_bytes
 from checkpointing.state.captured_state import CapturedState
 from checkpointing.state.train_state import TrainState, hooks_with_memory
 
@@ -149,10 +148,10 @@ def test_the_size_of_a_snapshot_is_expected_before_the_first_step() -> None:
     model = network()
     nbytes = sum(value.nbytes for value in model.parameters())
     fresh = TrainState(model, torch.optim.AdamW(model.parameters()))
-    assert expected_bytes(fresh) >= 3 * nbytes
+    assert fresh.expected_bytes() >= 3 * nbytes
     stepped = training()
     captured = sum(tensor.nbytes for tensor in [*stepped.capture().model.values()])
-    assert expected_bytes(stepped) >= captured + 2 * nbytes
+    assert stepped.expected_bytes() >= captured + 2 * nbytes
 
 
 @pytest.mark.parametrize("name", ["optimizer", "rng_state", "two words"])

@@ -13,7 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from checkpointing.errors import CheckpointError
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import ADAPTER_NAME, MASTER_NAME, MODEL_NAME
-from checkpointing.state.weights import _copied_into, restore_weights
+from checkpointing.state.kinds.state_kind import StateKind
+from checkpointing.state.train_state import TrainState
+from checkpointing.state.weights import _copied_into, fill
 
 EXACT = torch.full((2, 2), 1 / 3)
 
@@ -30,23 +32,31 @@ def linear(dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
     return torch.nn.Linear(2, 2, bias=False, dtype=dtype)
 
 
-class Zero:
+class Zero(StateKind):
     """What DeepSpeed's engine is given, instead of its state."""
 
     sources: Any = None
 
     released = False
 
+    def __init__(self) -> None:
+        pass
+
+    def load_weights(self, point: LoadedCheckpoint, place: Any) -> dict[str, torch.Tensor]:
+        return fill(self.model, point)
+
     def release(self) -> None:
         self.released = True
 
-    def restore_parameters(self, point: LoadedCheckpoint, sources: Any) -> None:
+    def restore_masters(self, point: LoadedCheckpoint, sources: Any) -> None:
         assert self.released, "what an evaluation has assembled would stay in use"
         self.sources = {name: (file, tensor.dtype) for name, (file, tensor) in sources.items()}
 
 
-def restore(model: torch.nn.Module, files: LoadedCheckpoint, zero: Any = None) -> None:
-    restore_weights(model, files, adapter=None, zero=zero, place=lambda state: state)
+def restore(model: torch.nn.Module, files: LoadedCheckpoint, zero: Zero | None = None, adapter: Any = None) -> None:
+    if zero is not None:
+        zero.model = model
+    TrainState(model, None, adapter=adapter, held_as=zero).restore_model(files)
 
 
 @pytest.mark.parametrize("zero", [None, Zero()])
@@ -95,10 +105,10 @@ def test_an_adapter_is_restored_by_its_own_rules() -> None:
         return {id(model.weight): saved}
 
     adapter: Any = SimpleNamespace(restore=restored_by)
-    restore_weights(model, point(masters={"weight": EXACT}), adapter=adapter, zero=None, place=lambda state: state)
+    restore(model, point(masters={"weight": EXACT}), adapter=adapter)
     assert restored == [model] and torch.equal(model.weight, EXACT)
     # Of an adapter in full precision, DeepSpeed's copy is that.
-    restore_weights(model, point(), adapter=adapter, zero=zero, place=lambda state: state)  # type: ignore[arg-type]
+    restore(model, point(), zero, adapter)
     assert zero.sources == {"weight": (ADAPTER_NAME, torch.float32)}
 
 

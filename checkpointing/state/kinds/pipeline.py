@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,12 @@ from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.fragments import Fragment
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
+from checkpointing.files.torch_files import torch_bytes
 from checkpointing.format.layout import OPTIONS_NAME
 from checkpointing.process.ranks import Ranks
+from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.param_names import are_named, unnamed
+from checkpointing.state.weights import fill
 
 logger = logging.getLogger("checkpointing")
 
@@ -53,8 +56,8 @@ class _Kind:
         return Fragment(self.shape, 0, torch.empty(0, dtype=self.dtype), distribution="another stage")
 
 
-class PipelineState:
-    """Which rank holds which stage of a pipeline; all ranks make it together.
+class PipelineState(StateKind):
+    """Each rank holds the stages of a pipeline that are its own; all ranks make this together.
 
     Args:
         model: This rank's stage.
@@ -65,7 +68,10 @@ class PipelineState:
         CheckpointError: The stages do not belong together, or are sharded.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    is_cut = is_kept = has_own_buffers = True
+
+    def __init__(self, model: Any, optimizer: Any, ranks: Ranks) -> None:
+        super().__init__(model, optimizer, ranks)
         state = {name: value for name, value in model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
         names = {id(value): name for name, value in model.named_parameters()}
         error = _unsupported(state, optimizer, names)
@@ -107,43 +113,30 @@ class PipelineState:
                     )
         return ""
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all stages' weights and buffers."""
-        return sum(kind.nbytes for kind in self._kinds.values())
+    @classmethod
+    def matches(cls, model: Any, *, pipeline: bool) -> bool:
+        """Return what the caller says: a stage is a module like any other."""
+        return pipeline
 
-    @property
-    def own_nbytes(self) -> int:
-        """Size of those of this rank's stage."""
-        return sum(self._kinds[name].nbytes for name in self._own)
+    def expected_bytes(self, saved: list[torch.Tensor] | None, local_world_size: int, node_share: float) -> int:
+        """Estimate the size of a node's snapshot as if all stages were like this rank's."""
+        own = sum(self._kinds[name].nbytes for name in self._own)
+        all_stages = sum(kind.nbytes for kind in self._kinds.values())
+        return int(super().expected_bytes(saved, local_world_size, 1) * node_share * all_stages / max(own, 1))
 
     def is_spread(self, local_world_size: int) -> bool:
-        """Return whether some node does not hold all stages.
-
-        Args:
-            local_world_size: Number of ranks on each node.
-        """
+        """Return whether some node does not hold all stages."""
         nodes = [
             self._everyone[first : first + local_world_size] for first in range(0, self._world_size, local_world_size)
         ]
         return any(set().union(*(tensors for tensors, _, _ in node)) != self._kinds.keys() for node in nodes)
 
     def weights(self, live: Mapping[str, torch.Tensor], local_world_size: int) -> dict[str, Fragment]:
-        """Return this rank's weights as fragments, of which one rank of each node writes each.
-
-        Args:
-            live: The weights, by name.
-            local_world_size: Number of ranks on each node, or more if they all write one share.
-        """
+        """Return this rank's weights as fragments, of which one rank of each node writes each."""
         return {name: self._fragment(name, value, local_world_size) for name, value in live.items()}
 
     def optimizer_state(self, state: Mapping[str, Any], local_world_size: int) -> dict[str, Any]:
-        """Return an optimizer's state dict, with fragments, and with the numbers that the whole model's would have.
-
-        Args:
-            state: Of this rank's optimizer.
-            local_world_size: See `weights`.
-        """
+        """Return an optimizer's state dict, with fragments, and with the numbers that the whole model's would have."""
         numbered: dict[int, Any] = {}
         groups = []
         for group, names, numbers in zip(state["param_groups"], self._groups, self._numbers, strict=True):
@@ -181,21 +174,22 @@ class PipelineState:
             found |= {own[name]: state["state"][theirs[name]] for name in names if theirs[name] in state["state"]}
         return {**state, "state": found, "param_groups": groups}
 
-    @staticmethod
-    def options(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the options of the groups in an optimizer's state dict, without what is in them."""
-        return [
+    def files(self, state: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return the options of this stage's groups, which the optimizer's file has of one stage only."""
+        options = [
             {key: value for key, value in unnamed(group).items() if key != "params"} for group in state["param_groups"]
         ]
+        return {OPTIONS_NAME: torch_bytes(options)}
 
-    def restore_options(self, point: LoadedCheckpoint, optimizer: torch.optim.Optimizer) -> bool:
+    def load_weights(self, point: LoadedCheckpoint, place: Callable[[Any], Any]) -> Mapping[str, torch.Tensor]:
+        """Copy the weights of this rank's stages into the model; return them."""
+        return fill(self.model, point, is_part=True)
+
+    def restore_options(self, point: LoadedCheckpoint) -> bool:
         """Restore the options of this stage's groups, where the stages' differ.
 
         Returns:
-            Whether this rank may restore what the checkpoint has of its own: it was written by as many ranks.
-
-        Raises:
-            InvalidCheckpoint: A file cannot be parsed.
+            Whether the checkpoint was written by as many ranks.
         """
         own = point.own_name(OPTIONS_NAME)
         if point.world_size != self._world_size:
@@ -209,7 +203,7 @@ class PipelineState:
                 )
             return False
         if own != OPTIONS_NAME:
-            for group, options in zip(optimizer.param_groups, point.torch_object(own), strict=True):
+            for group, options in zip(self.optimizer.param_groups, point.torch_object(own), strict=True):
                 group.update(options)
         return True
 
@@ -227,14 +221,7 @@ class PipelineState:
     def complete(
         self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], parts: sharding.Parts, ranks: Ranks
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return the state dicts of all stages, with stand-ins for what other ranks hold; called by all ranks.
-
-        Args:
-            model: This rank's weights, by name: stand-ins.
-            optimizer: What `optimizer_state` has returned, with stand-ins.
-            parts: What this rank holds; receives nothing of what is added.
-            ranks: This rank, with a group that only the copy thread uses.
-        """
+        """Return the state dicts of all stages, with stand-ins for what other ranks hold; called by all ranks."""
         own = {number: _structure(value) for number, value in optimizer["state"].items()}
         everything: dict[int, Any] = {}
         for theirs in ranks.gather(own):

@@ -11,18 +11,22 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.fragments import Fragment, fragment_of
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
+from checkpointing.process.ranks import Ranks
+from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.optimizer_memory import check_kind
 from checkpointing.state.param_names import matched_by_name
+from checkpointing.state.weights import fill
 
 # Not `micro_steps`: where a step begins depends on how its samples are cut now.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -61,41 +65,62 @@ class _Slot:
         return Fragment(sharding.shape_of(self.parameter), self.first, own)
 
 
-class ZeroState:
-    """The optimizer of a DeepSpeed engine, as a `TrainState` saves and restores one.
+class ZeroState(StateKind):
+    """The state of a DeepSpeed engine; it takes the place of the optimizer.
 
     Args:
-        engine: The engine.
+        model: The engine.
+        optimizer: Not used: the engine has its own.
+        ranks: Not used.
 
     Raises:
         CheckpointError: The engine uses something that is not supported; the message names it.
 
     Attributes:
         engine: The engine.
-        module: The model inside it.
     """
 
-    def __init__(self, engine: Any) -> None:
-        _check_supported(engine)
-        self.engine, self.module = engine, engine.module
-        self._zero = engine.optimizer
+    is_cut = is_kept = True
+
+    def __init__(self, model: Any, optimizer: Any = None, ranks: Ranks | None = None) -> None:
+        _check_supported(model)
+        self.engine, self.model, self.optimizer = model, model.module, self
+        self._zero = model.optimizer
         self._slots = list(map(list, _slots(self._zero)))
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self._all_slots = list(itertools.chain(*self._slots))
         self._names = {id(slot.parameter): names[id(slot.parameter)] for slot in self._all_slots}
 
+    @classmethod
+    def matches(cls, model: Any, *, pipeline: bool) -> bool:
+        """Return whether the model is an engine."""
+        return is_engine(model)
+
+    def is_of(self, model: Any, optimizer: Any) -> bool:
+        """Return whether it is that of this engine."""
+        return model is self.engine or optimizer is self
+
     @property
-    def base(self) -> Any:
+    def base_optimizer(self) -> Any:
         """The optimizer of flat tensors inside DeepSpeed's."""
         return self._zero.optimizer
+
+    def is_spread(self, local_world_size: int) -> bool:
+        """Return whether there are several nodes: a range of each group is on one rank alone."""
+        return dist.get_world_size() > local_world_size
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups, as those of an optimizer of the model's parameters; `params` are the parameters' fragments."""
         return [
             {**_options(group), "params": [slot.of(slot.flat) for slot in slots]}
-            for group, slots in zip(self.base.param_groups, self._slots, strict=True)
+            for group, slots in zip(self.base_optimizer.param_groups, self._slots, strict=True)
         ]
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that the engine's optimizer has."""
+        return [slot.parameter for slot in self._all_slots]
 
     @property
     def masters(self) -> dict[str, Fragment]:
@@ -106,15 +131,16 @@ class ZeroState:
             if slot.flat.dtype != slot.parameter.dtype
         }
 
-    @property
-    def nbytes(self) -> int:
-        """Size that the whole state will have, model included, after the first step."""
-        trained = [slot.parameter for slot in self._all_slots]
-        elements = sum(math.prod(sharding.shape_of(parameter)) for parameter in trained)
+    def expected_bytes(self, saved: list[torch.Tensor] | None, local_world_size: int, node_share: float) -> int:
+        """Estimate the size of a node's snapshot, after the first step: all of the state, unless it is an adapter's."""
+        if saved is not None:
+            return super().expected_bytes(saved, local_world_size, node_share)
+        elements = sum(math.prod(sharding.shape_of(parameter)) for parameter in self.trained)
         precise = next((slot.flat.element_size() for slot in self._all_slots), 4)
-        tensors = [*self.module.parameters(), *self.module.buffers()]
+        tensors = [*self.model.parameters(), *self.model.buffers()]
         has_masters = bool(self.masters)
-        return sum(map(sharding.nbytes_of, tensors)) + elements * precise * (2 + has_masters)
+        nbytes = sum(map(sharding.nbytes_of, tensors)) + elements * precise * (2 + has_masters)
+        return int(nbytes * node_share)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of `torch.optim.Optimizer.state_dict`, with fragments in place of tensors.
@@ -125,7 +151,7 @@ class ZeroState:
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         numbers = itertools.count()
-        for group, slots in zip(self.base.param_groups, self._slots, strict=True):
+        for group, slots in zip(self.base_optimizer.param_groups, self._slots, strict=True):
             options = _options(group)
             # Some fused optimizers count a group's steps, torch's those of each parameter.
             step = {"step": torch.tensor(float(options["step"]))} if "step" in options else {}
@@ -135,7 +161,7 @@ class ZeroState:
                 number = next(numbers)
                 groups[-1]["params"].append(number)
                 groups[-1]["param_names"].append(self._names[id(slot.parameter)])
-                if found := self.base.state.get(slot.flat):
+                if found := self.base_optimizer.state.get(slot.flat):
                     state[number] = step | {key: self._of(slot, key, value) for key, value in found.items()}
         return {"state": state, "param_groups": groups, "engine": self._counters()}
 
@@ -143,9 +169,11 @@ class ZeroState:
         """Load what `state_dict` has returned, cut to this rank's fragments; or the state of a torch optimizer.
 
         Args:
-            state: As `fitted` returns it.
+            state: As `own_state` returns it.
         """
-        for group, slots, saved in zip(self.base.param_groups, self._slots, state["param_groups"], strict=True):
+        for group, slots, saved in zip(
+            self.base_optimizer.param_groups, self._slots, state["param_groups"], strict=True
+        ):
             group.update({key: saved[key] for key in (_options(group).keys() | {"step"}) & saved.keys()})
             for slot, number in zip(slots, saved["params"], strict=True):
                 if own := state["state"].get(number):
@@ -154,7 +182,7 @@ class ZeroState:
                     self._load(slot, own, on_device=bool(group.get("fused") or group.get("capturable")))
         self._restore_counters(state.get("engine", {}))
 
-    def fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state with the engine's groups: without parameters that are not trained.
 
         DeepSpeed knows only those that are; an optimizer of torch may have others, too.
@@ -162,7 +190,7 @@ class ZeroState:
         Raises:
             ValueError: It has other groups or parameters, or is of another kind of optimizer.
         """
-        check_kind(self.base, state)
+        check_kind(self.base_optimizer, state)
         orders = [[self._names[id(slot.parameter)] for slot in slots] for slots in self._slots]
         state = matched_by_name(state, orders, partial=True)
         wanted, groups = list(map(len, self._slots)), list(state["param_groups"])
@@ -180,16 +208,14 @@ class ZeroState:
             raise ValueError(f"it has groups of {given} parameters, the engine has {wanted}")
         return {**state, "param_groups": groups}
 
-    def restore_parameters(self, point: LoadedCheckpoint, sources: Mapping[str, tuple[str, torch.Tensor]]) -> None:
-        """Load the parameters in full precision, once the model's own are loaded, and have the engine use these.
+    def load_weights(self, point: LoadedCheckpoint, place: Callable[[Any], Any]) -> Mapping[str, torch.Tensor]:
+        """Copy the weights into what this rank has of each parameter; return them."""
+        return fill(self.model, point)
 
-        Args:
-            point: The state to load from.
-            sources: For each parameter a file, and what was parsed from it: the most precise of the checkpoint.
-                What is in none is taken from the model.
+    def restore_masters(self, point: LoadedCheckpoint, sources: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+        """Load the parameters in full precision, and have the engine use these.
 
-        Raises:
-            CheckpointError: The bytes were altered, or cannot be read now.
+        What is in none of the sources is taken from the model.
         """
         for slot in self._all_slots:
             name, own = self._names[id(slot.parameter)], slot.of(slot.flat)
@@ -214,13 +240,13 @@ class ZeroState:
             return value
         if value.shape != slot.flat.shape:
             raise CheckpointError(
-                f"DeepSpeed with {type(self.base).__name__} is not supported: its {key} is not kept for each element. "
-                "Use an optimizer whose state has the shape of the parameters, such as AdamW"
+                f"DeepSpeed with {type(self.base_optimizer).__name__} is not supported: its {key} is not kept for each "
+                "element. Use an optimizer whose state has the shape of the parameters, such as AdamW"
             )
         return slot.of(value)
 
     def _load(self, slot: _Slot, saved: Mapping[str, Any], *, on_device: bool) -> None:
-        found = self.base.state[slot.flat]
+        found = self.base_optimizer.state[slot.flat]
         for key, value in saved.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 if key not in found:
@@ -228,7 +254,7 @@ class ZeroState:
                     dtype = slot.flat.dtype if value.is_floating_point() else value.dtype
                     found[key] = torch.zeros_like(slot.flat, dtype=dtype, requires_grad=False)
                 slot.of(found[key]).tensor.copy_(value)
-            elif key == "step" and type(self.base).__module__.startswith("deepspeed."):
+            elif key == "step" and type(self.base_optimizer).__module__.startswith("deepspeed."):
                 found[key] = int(value)
             elif key == "step" and on_device:
                 # As `torch.optim.Optimizer.load_state_dict` does.

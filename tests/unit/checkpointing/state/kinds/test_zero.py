@@ -11,8 +11,8 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.fragments import Fragment
+from checkpointing.state.kinds.zero import ZeroState, is_engine
 from checkpointing.state.param_names import matched_to, unnamed
-from checkpointing.state.zero import ZeroState, is_engine
 
 
 class DeepSpeedZeroOptimizer:
@@ -112,7 +112,7 @@ def equal(one: Any, other: Any) -> bool:
 
 def load(target: Any, state: dict[str, Any]) -> None:
     zero = ZeroState(target)
-    zero.load_state_dict(sharding.cut_optimizer_state(zero.fitted(state), zero))
+    zero.load_state_dict(sharding.cut_optimizer_state(zero.own_state(state), zero))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -310,7 +310,7 @@ def test_parameters_come_from_the_most_precise_source() -> None:
     exact = torch.full((2, 3), 1 / 3)
     with torch.no_grad():
         one.module["one"].bias.fill_(2.0)
-    zero.restore_parameters(point, {"one.weight": ("model.safetensors", exact)})  # type: ignore[arg-type]
+    zero.restore_masters(point, {"one.weight": ("model.safetensors", exact)})  # type: ignore[arg-type]
     weights, biases = one.optimizer.single_partition_of_fp32_groups
     assert weights.tolist() == exact.view(-1)[:5].tolist()
     # What no file has is the model's.
@@ -319,8 +319,8 @@ def test_parameters_come_from_the_most_precise_source() -> None:
 
 def test_its_size_is_known_before_the_first_step() -> None:
     # 14 elements: in 16 bits, and three times in 32 bits.
-    assert ZeroState(engine(0, 2)).nbytes == 14 * (2 + 3 * 4)
-    assert ZeroState(engine(0, 2, dtype=torch.float32)).nbytes == 14 * (4 + 2 * 4)
+    assert ZeroState(engine(0, 2)).expected_bytes(None, 2, 1) == 14 * (2 + 3 * 4)
+    assert ZeroState(engine(0, 2, dtype=torch.float32)).expected_bytes(None, 2, 1) == 14 * (4 + 2 * 4)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,10 @@ from helpers.thread_ranks import run_ranks
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.files.torch_files import torch_bytes
 from checkpointing.format.layout import OPTIONS_NAME, rank_object_name
 from checkpointing.process.ranks import Ranks
+from checkpointing.state.kinds.pipeline import PipelineState, in_order_of_layers
 from checkpointing.state.param_names import matched_to
-from checkpointing.state.pipeline import PipelineState, in_order_of_layers
 
 LAYERS = 4
 
@@ -240,7 +239,7 @@ def test_each_stage_continues_with_its_own_options(world_size: int, caplog: pyte
         model, optimizer = stage([ranks.rank])
         stages = PipelineState(model, optimizer, ranks)
         optimizer.param_groups[0]["lr"] = 0.1 + ranks.rank
-        own = torch_bytes(stages.options(optimizer.state_dict()))
+        own = stages.files(optimizer.state_dict())[OPTIONS_NAME]
         files = {rank_object_name(OPTIONS_NAME, ranks.rank): memoryview(bytearray(own))}
         point = LoadedCheckpoint(
             "here",
@@ -253,7 +252,7 @@ def test_each_stage_continues_with_its_own_options(world_size: int, caplog: pyte
             rank=ranks.rank,
         )
         optimizer.param_groups[0]["lr"] = 0.5
-        restored = stages.restore_options(point, optimizer)
+        restored = stages.restore_options(point)
         assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
         return restored, optimizer.param_groups[0]["lr"]
 
