@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from checkpointing.commit.replicated_save import ReplicatedSave
-from checkpointing.commit.sharded_save import Begun, ShardedSave
+from checkpointing.commit.sharded_save import ShardedSave
 from checkpointing.format.digest import PART_BYTES
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import ShardParts
@@ -61,9 +61,7 @@ class Arena:
         not_finite: Names of tensors of it that hold NaN or infinity: it is of use for a post-mortem alone.
         info: Where in its run the snapshot was taken; None until the leader has copied.
         files: Name, offset and size in bytes of each file image.
-        together: The save, where the snapshot is only this node's share of a state.
-        begun: Returns that save once it has begun, where this agent publishes it.
-        split: The save, where other nodes hold the same snapshot, and write parts of it; until that begins.
+        save: The save, where several nodes write the checkpoint; of what they hold all of, until that begins.
         digests: By file name, once computed.
         parts: Digests of the parts of files, by file name.
         digested: Set when all digests are known.
@@ -89,9 +87,7 @@ class Arena:
     not_finite: tuple[str, ...] = ()
     info: SnapshotInfo | None = None
     files: list[tuple[str, int, int]] = field(default_factory=list)
-    together: ShardedSave | None = None
-    begun: Callable[[], Begun] | None = None
-    split: ReplicatedSave | None = None
+    save: ShardedSave | ReplicatedSave | None = None
     digests: dict[str, str] = field(default_factory=dict)
     parts: dict[str, ShardParts] = field(default_factory=dict)
     digested: threading.Event = field(default_factory=threading.Event)
@@ -105,6 +101,11 @@ class Arena:
     guests: dict[str, tuple[int, int, str]] = field(default_factory=dict)
     receiving: set[int] = field(default_factory=set)
     whole_since: float = 0.0
+
+    @property
+    def share(self) -> ShardedSave | None:
+        """The save, where the snapshot is only this node's share of a state; None otherwise."""
+        return self.save if isinstance(self.save, ShardedSave) else None
 
     @property
     def is_usable(self) -> bool:
@@ -123,7 +124,7 @@ class Arena:
         self.words.clear()
         self.receiving.clear()
         self.not_finite = ()
-        self.digests, self.parts, self.guests, self.together, self.begun, self.split = {}, {}, {}, None, None, None
+        self.digests, self.parts, self.guests, self.save = {}, {}, {}, None
         self.digested = threading.Event()
         self.commit_wanted = self.damaged = self.publishes = False
         self.is_saved = self.is_spent = self.is_old = False
@@ -268,7 +269,7 @@ class ArenaPool:
         if arena.state is ArenaState.FREE or len(self.arenas) == 1:
             return True
         others = [other for other in self.arenas if other is not arena and other.is_usable]
-        if arena.together is not None:
+        if arena.share is not None:
             # All nodes must keep the same one, and that is the newest, although their saves do not last equally long.
             others = [other for other in others if other.step > arena.step]
         # One that other nodes have no copy of yet is lost with this node.

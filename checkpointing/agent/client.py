@@ -272,8 +272,7 @@ class AgentClient:
         *,
         metrics: Mapping[str, float] | None = None,
         commit: bool = True,
-        together: ShardedSave | None = None,
-        split: ReplicatedSave | None = None,
+        save: ShardedSave | ReplicatedSave | None = None,
         receives: bool = False,
         words: tuple[int, int] | None = None,
         not_finite: Sequence[str] = (),
@@ -289,8 +288,7 @@ class AgentClient:
             retention: Checkpoints that the durable tier keeps from now on.
             metrics: Measurements of this step.
             commit: Whether the snapshot is to be committed.
-            together: The save, where the files are only this node's share of the state.
-            split: The save, where other nodes hold the same snapshot, and write parts of it.
+            save: The save, where several nodes write the checkpoint.
             receives: This rank is about to receive a copy of another node's shard; then `received` must follow.
             words: Sum of the words that it has copied, of their source, and their size in bytes; None if not known.
             not_finite: Names of tensors that hold NaN or infinity: nothing resumes from the snapshot.
@@ -300,8 +298,7 @@ class AgentClient:
         if self._is_leader:
             message |= {"files": list(files), "world_size": world_size, "samples_consumed": samples_consumed}
             message |= {"retention": asdict(retention), "metrics": dict(metrics or {}), "commit": commit}
-            message["together"] = asdict(together) if together is not None else None
-            message["split"] = asdict(split) if split is not None else None
+            message["save"] = asdict(save) if save is not None else None
         self._send(message)
 
     def received(self, step: int, arena: int, guest: Guest | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -22,12 +21,13 @@ from checkpointing.agent.events import (
 )
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, progress_reporter, text_of
-from checkpointing.agent.results import Report, SharesWritten
-from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.agent.results import PortionEnded, Report, SharesWritten
+from checkpointing.commit.commit_steps import CommitSteps, StagedFile
+from checkpointing.commit.protocol import commit_snapshot
 from checkpointing.commit.reading import pieces_of
-from checkpointing.commit.replicated_save import ReplicatedSave, SplitSave, write_portion
+from checkpointing.commit.replicated_save import ReplicatedCommit, ReplicatedSave, write_portion
 from checkpointing.commit.retention import Retention, steps_to_remove
-from checkpointing.commit.sharded_save import Begun, begin_together, write_shards
+from checkpointing.commit.sharded_save import ShardedCommit, ShardedSave, write_shards
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import DamagedMemory, Fenced, InvalidCheckpoint
 from checkpointing.format.digest import RunningDigest, algorithm_of, digest_buffer
@@ -97,38 +97,51 @@ class Publisher:
         """Whether this node is the one that writes."""
         return self._fencer.commits
 
-    def commit(self, arena: Arena, storage: Storage, split: ReplicatedSave | None = None) -> Outcome:
+    def begin_sharded(self, arena: Arena, save: ShardedSave) -> ShardedCommit:
+        """Let the other nodes write their shards of a snapshot that this one commits."""
+        assert arena.info is not None
+
+        def prepare() -> None:
+            self._fencer.wait_until_answered()
+            self._fencer.begin_at_durable_tier()
+
+        is_current = functools.partial(self._is_current, arena.info.attempt)
+        commit = ShardedCommit(self._tiers.durable, arena.info, save, prepare=prepare, is_current=is_current)
+        commit.begin_now()
+        return commit
+
+    def commit(self, arena: Arena, storage: Storage, save: CommitSteps | ReplicatedSave | None = None) -> Outcome:
         """Publish an arena's snapshot, once its attempt has begun. Its digests are awaited file by file.
 
         Args:
             arena: The snapshot.
             storage: The tier.
-            split: The save, where other nodes write parts of it.
+            save: The save, where several nodes write; what `begin_sharded` has returned for a share.
         """
         assert arena.info is not None
         self._fencer.wait_until_answered()
         files = [*self._staged_files(arena), *(_staged_parts(shard) for shard in _shards(arena))]
-        attempt = arena.info.attempt
-        save, others_bytes = None, 0
-        if split is not None:
-            held = _files_of(arena, split) if self._meetings.are_hopeful(attempt) else []
-            save = SplitSave(split, held)
-            others_bytes = sum(len(file.data) - len(file.part(split.portion(len(file.data)))) for file in held)
+        attempt, held = arena.info.attempt, list[HeldFile]()
+        if isinstance(save, ReplicatedSave):
+            held = _files_of(arena, save) if self._meetings.are_hopeful(attempt) else []
+            save = ReplicatedCommit(save, held, is_current=functools.partial(self._is_current, attempt))
+        save = save or CommitSteps()
         outcome = self.publish(
             storage,
             arena.info,
             files,
-            sum(size for *_, size in arena.files) - others_bytes,
+            sum(size for *_, size in arena.files) - save.others_bytes,
             may_publish=lambda: not (arena.damaged or arena.is_spent),
             at_once=storage.writes_at_once,
             since=arena.whole_since,
-            together=arena.begun,
-            split=save,
-            is_current=lambda: self._fencer.current.attempt <= attempt,
+            save=save,
         )
-        if save is not None and held:
+        if held:
             self._meetings.add(attempt, save.gave_up is None)
         return outcome
+
+    def _is_current(self, attempt: int) -> bool:
+        return self._fencer.current.attempt <= attempt
 
     def keep_not_finite(self, arena: Arena) -> None:
         """Keep a snapshot that is not finite in a folder of its own at the durable tier, unless one is there already.
@@ -195,52 +208,40 @@ class Publisher:
 
         return [dataclasses.replace(file, parts=functools.partial(parts, file.name)) for file in files]
 
-    def begin_together(self, arena: Arena) -> Begun:
-        """Let the other nodes write their shards of a snapshot.
-
-        Raises:
-            CheckpointError: Storage refused, or a newer attempt has begun.
-        """
-        assert arena.info is not None and arena.together is not None
-        self._fencer.wait_until_answered()
-        self._fencer.begin_at_durable_tier()
-        return begin_together(self._tiers.durable, arena.info, arena.together)
-
-    def write_portion(self, arena: Arena, split: ReplicatedSave) -> None:
-        """Write this node's parts of a snapshot that another node commits, which does without where that fails."""
+    def contribute(
+        self, arena: Arena, save: ReplicatedSave | ShardedSave
+    ) -> SharesWritten | CommitFailedEvent | PortionEnded:
+        """Write this node's part of a snapshot that another node commits."""
         assert arena.info is not None
-        durable, attempt = self._tiers.durable, arena.info.attempt
-        held = _files_of(arena, split)
-        if not self._meetings.are_hopeful(attempt):
-            return
         self._fencer.wait_until_answered()
-        own = sum(len(file.part(split.portion(len(file.data)))) for file in held)
-        durable.watch(progress_reporter("upload", arena.info.step, own, self._report, self._clock))
+        try:
+            if isinstance(save, ReplicatedSave):
+                self._write_portion(arena, arena.info, save)
+                return PortionEnded()
+            write_shards(self._tiers.durable, arena.info, save, self._checked(arena, _shards(arena)))
+            return SharesWritten()
+        except Exception as error:
+            if isinstance(save, ShardedSave):
+                tier = self._tiers.name(self._tiers.durable)
+                return CommitFailedEvent(step=arena.step, tier=tier, error=text_of(error))
+            # The node that commits does without. Its journal says so; the agent's log has the reason.
+            logger.warning("the parts of checkpoint-%d could not be written: %s", arena.step, text_of(error))
+            return PortionEnded()
+        finally:
+            self._flush_retries()
+
+    def _write_portion(self, arena: Arena, info: SnapshotInfo, save: ReplicatedSave) -> None:
+        durable, held = self._tiers.durable, _files_of(arena, save)
+        if not self._meetings.are_hopeful(info.attempt):
+            return
+        own = sum(len(file.part(save.portion(len(file.data)))) for file in held)
+        durable.watch(progress_reporter("upload", info.step, own, self._report, self._clock))
 
         def is_wanted() -> bool:
-            return self._fencer.current.attempt <= attempt and not self._fencer.commits
+            return self._is_current(info.attempt) and not self._fencer.commits
 
-        try:
-            files = self._checked(arena, held)
-            self._meetings.add(attempt, write_portion(durable, arena.info, split, files, is_wanted))
-        except Exception as error:
-            # The journal of the node that commits says so; the agent's log has the reason.
-            logger.warning("the parts of checkpoint-%d could not be written: %s", arena.step, text_of(error))
-        finally:
-            self._flush_retries()
-
-    def write_shards(self, arena: Arena) -> SharesWritten | CommitFailedEvent:
-        """Write this node's shards of a checkpoint that another node commits."""
-        assert arena.info is not None and arena.together is not None
-        self._fencer.wait_until_answered()
-        durable = self._tiers.durable
-        try:
-            write_shards(durable, arena.info, arena.together, self._checked(arena, _shards(arena)))
-        except Exception as error:
-            return CommitFailedEvent(step=arena.step, tier=self._tiers.name(durable), error=text_of(error))
-        finally:
-            self._flush_retries()
-        return SharesWritten()
+        files = self._checked(arena, held)
+        self._meetings.add(info.attempt, write_portion(durable, info, save, files, is_wanted))
 
     def publish(
         self,
@@ -252,9 +253,7 @@ class Publisher:
         may_publish: Callable[[], bool] = lambda: True,
         at_once: int = 1,
         since: float,
-        together: Callable[[], Begun] | None = None,
-        split: SplitSave | None = None,
-        is_current: Callable[[], bool] = lambda: True,
+        save: CommitSteps | None = None,
     ) -> Outcome:
         """Publish files as a checkpoint.
 
@@ -266,33 +265,20 @@ class Publisher:
             may_publish: Asked last; False drops what was written.
             at_once: Number of files to write in parallel.
             since: When the work began, by the clock.
-            together: Returns the save, where other nodes write the shards that are not among the files.
-            split: The save, where other nodes write parts of the large files.
-            is_current: Whether the attempt runs still.
+            save: Who writes the files; None where this node writes all.
 
         Returns:
             The event that says what has become of it; the caller reports it.
         """
-        began, tier = time.process_time(), self._tiers.name(storage)
+        began, tier, save = time.process_time(), self._tiers.name(storage), save or CommitSteps()
         storage.watch(progress_reporter("upload", info.step, nbytes, self._report, self._clock))
         try:
             if storage is self._tiers.durable:
                 self._fencer.begin_at_durable_tier()
-            manifest = commit_snapshot(
-                storage,
-                info,
-                files,
-                may_publish,
-                at_once=at_once,
-                together=together,
-                split=split,
-                is_current=is_current,
-            )
+            manifest = commit_snapshot(storage, info, files, may_publish, at_once=at_once, save=save)
         except Exception as error:
-            if together is not None:
-                # Also where the commit was not reached.
-                with contextlib.suppress(Exception):
-                    together().transaction.abort()
+            # Also where the commit was not reached.
+            save.abandon()
             # Whatever went wrong, the run must learn of it, and the arena must become free again.
             if isinstance(error, Fenced):
                 self._report(FencedEvent(reason=str(error)), None)
@@ -306,8 +292,8 @@ class Publisher:
             duration_s=round(self._clock() - since, 4),
             cpu_s=round(time.process_time() - began, 4),
             snapshot_attempt=info.attempt,
-            nodes=split.nodes_that_write if split is not None and split.nodes_that_write > 1 else None,
-            alone=split.gave_up if split is not None else None,
+            nodes=save.nodes_that_write if save.nodes_that_write > 1 else None,
+            alone=save.gave_up,
         )
 
     def prune(self, storage: Storage, spared: Callable[[], Collection[int]] = tuple) -> None:
@@ -428,12 +414,12 @@ def _shards(arena: Arena) -> list[HeldFile]:
     ]
 
 
-def _files_of(arena: Arena, split: ReplicatedSave) -> list[HeldFile]:
+def _files_of(arena: Arena, save: ReplicatedSave) -> list[HeldFile]:
     """Return the files in an arena that several nodes write."""
     return [
         HeldFile(name, arena.view(offset, size), functools.partial(_parts_of, arena, name))
         for name, offset, size in arena.files
-        if name in split.files
+        if name in save.files
     ]
 
 

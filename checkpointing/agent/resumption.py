@@ -52,7 +52,7 @@ class Resumption:
     @property
     def saving(self) -> int:
         """The newest step of which a share is being saved, which might become a checkpoint to resume from; or -1."""
-        shares = (arena for arena in self._whole() if arena.together is not None and arena.num_tasks > 0)
+        shares = (arena for arena in self._whole() if arena.share is not None and arena.num_tasks > 0)
         return max((arena.step for arena in shares), default=-1)
 
     def is_known(self, *, settled: bool) -> bool:
@@ -86,7 +86,7 @@ class Resumption:
         has it whole where one has gone on to the second. Of two attempts, that of the newer one is.
         """
         usable = (arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None)
-        offered = [arena for arena in usable if arena.together is None or arena.together.in_memory]
+        offered = [arena for arena in usable if arena.share is None or arena.share.in_memory]
         first: dict[int, Arena] = {}
         for arena in sorted(offered, key=lambda arena: (-arena.info.attempt if arena.info else 0, arena.whole_since)):
             first.setdefault(arena.step, arena)
@@ -151,5 +151,5 @@ def described(arena: Arena) -> dict[str, Any]:
     assert arena.info is not None
     files = [(name, offset, size, arena.digests[name]) for name, offset, size in arena.files]
     files += [(name, *place) for name, place in arena.guests.items()]
-    save = arena.together.identity if arena.together is not None else None
+    save = arena.share.identity if arena.share is not None else None
     return {**asdict(arena.info), "arena": arena.number, "files": files, "save": save}

@@ -53,15 +53,13 @@ class SnapshotContent:
         info: Step, attempt, world size and data cursor.
         files: Name, offset and size in bytes of each file image.
         commit: Whether it is to be committed.
-        together: The save, where the snapshot is only this node's share of a state.
-        split: The save, where other nodes hold the same snapshot, and write parts of it.
+        save: The save, where several nodes write the checkpoint.
     """
 
     info: SnapshotInfo
     files: list[tuple[str, int, int]]
     commit: bool
-    together: ShardedSave | None = None
-    split: ReplicatedSave | None = None
+    save: ShardedSave | ReplicatedSave | None = None
 
 
 class Scheduler:
@@ -105,13 +103,13 @@ class Scheduler:
         self._decided = None
         self.outcomes.clear()
         for arena in self._pool.arenas:
-            if arena.together is not None and arena.state is ArenaState.WHOLE:
+            if arena.share is not None and arena.state is ArenaState.WHOLE:
                 arena.is_old = True
         # Of a share, this agent must be the one that publishes: that of another one, which led before, is to be fenced.
         return [
             (arena.step, arena.info.attempt)
             for arena in self.whole()
-            if arena.info and (arena.together is None or (arena.publishes and not arena.is_saved))
+            if arena.info and (arena.share is None or (arena.publishes and not arena.is_saved))
         ]
 
     def of_stage(self) -> list[Arena]:
@@ -190,7 +188,7 @@ class Scheduler:
             arena.receiving.add(local_rank)
         if content is not None:
             arena.files, arena.info, arena.commit_wanted = content.files, content.info, content.commit
-            arena.together, arena.split = content.together, content.split
+            arena.save = content.save
         if len(arena.copied_by) == local_world_size:
             arena.state = ArenaState.WHOLE
             arena.whole_since = self._clock()
@@ -264,7 +262,7 @@ class Scheduler:
             return
         arena.num_tasks -= 1
         is_current = arena.stage == self._workers.stage.name and not arena.is_old
-        if arena.together is not None and isinstance(result, (Committed, SharesWritten, CommitFailedEvent)):
+        if arena.share is not None and isinstance(result, (Committed, SharesWritten, CommitFailedEvent)):
             # It can be resumed from, whether or not its save has failed.
             arena.is_saved = True
             self.gave_up = False
@@ -277,7 +275,7 @@ class Scheduler:
                 # Tried again when its ranks are gone, and, if it is still the newest, a last time at the end. What
                 # several nodes write is tried once: the others do not write theirs again.
                 arena.commit_wanted = self.is_ending
-                self.gave_up = self.is_ending or arena.together is not None
+                self.gave_up = self.is_ending or arena.share is not None
             case Fetched():
                 arena.state, arena.whole_since = ArenaState.WHOLE, self._clock()
             case FetchFailed():
@@ -287,14 +285,14 @@ class Scheduler:
     def _spend_abandoned(self, newest: Arena) -> None:
         """Free the shares of earlier attempts that are ahead of a new snapshot: it was not computed from them."""
         for other in self.of_stage():
-            is_share = other.together is not None and other.state is ArenaState.WHOLE and other is not newest
+            is_share = other.share is not None and other.state is ArenaState.WHOLE and other is not newest
             if is_share and (other.step > newest.step or (other.step == newest.step and other.is_old)):
                 self.spend(other)
 
     def _spend_ahead_of(self, step: int) -> None:
         """Free the shares of earlier attempts that are ahead of what trains: they would be kept as the newest."""
         for arena in self.of_stage():
-            if arena.is_old and arena.together is not None and arena.step >= step and arena.state is ArenaState.WHOLE:
+            if arena.is_old and arena.share is not None and arena.step >= step and arena.state is ArenaState.WHOLE:
                 self.spend(arena)
 
     def spend(self, arena: Arena) -> None:
@@ -317,18 +315,16 @@ class Scheduler:
     def _commit(self, arena: Arena) -> None:
         # What another node commits is not wanted here, should this one take over.
         arena.publishes = self._workers.commits
-        arena.commit_wanted = self._workers.commits or arena.together is not None
+        arena.commit_wanted = self._workers.commits or arena.share is not None
         # Once: when a commit is tried again, the other nodes do not write their parts again.
-        split, arena.split = arena.split, None
+        save, arena.save = arena.save, arena.share
         if arena.commit_wanted:
             self.outcomes.pop(arena.step, None)
+        else:
+            self.outcomes[arena.step] = None
+        if arena.commit_wanted or save is not None:
             arena.num_tasks += 1
-            self._workers.of(arena.stage).commit(arena, split)
-            return
-        self.outcomes[arena.step] = None
-        if split is not None:
-            arena.num_tasks += 1
-            self._workers.of(arena.stage).write_portion(arena, split)
+            self._workers.of(arena.stage).commit(arena, save)
 
     def _publish_step(self, event: Event) -> None:
         self._publish(stamped(event, self._workers.stage))

@@ -328,20 +328,16 @@ def _content(message: Message, run_id: str, attempt: int) -> SnapshotContent:
         metrics=message["metrics"],
     )
     files = [(name, int(offset), int(nbytes)) for name, offset, nbytes in message["files"]]
-    save = message.get("together")
-    together = _together(save) if save is not None else None
-    part = message.get("split")
-    split = _split(part) if part is not None else None
-    return SnapshotContent(info, files, bool(message["commit"]), together, split)
+    save = message.get("save")
+    return SnapshotContent(info, files, bool(message["commit"]), _save(save) if save is not None else None)
 
 
-def _together(message: Message) -> ShardedSave:
-    return ShardedSave(str(message["identity"]), tuple(map(str, message["shards"])), bool(message["in_memory"]))
-
-
-def _split(message: Message) -> ReplicatedSave:
+def _save(message: Message) -> ShardedSave | ReplicatedSave:
+    identity = str(message["identity"])
+    if "shards" in message:
+        return ShardedSave(identity, tuple(map(str, message["shards"])), bool(message["in_memory"]))
     files = tuple(map(str, message["files"]))
-    return ReplicatedSave(str(message["identity"]), int(message["node"]), int(message["nodes"]), files)
+    return ReplicatedSave(identity, int(message["node"]), int(message["nodes"]), files)
 
 
 def _unsent(arenas: Sequence[Arena], client: Client) -> list[int]:

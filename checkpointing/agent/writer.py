@@ -6,8 +6,6 @@ free again; if the local tier refuses it, the durable tier gets it from the aren
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from checkpointing.agent.arenas import Arena
-from checkpointing.agent.events import CommitFailedEvent, Committed, Fetched, FetchFailed, SnapshotDropped
+from checkpointing.agent.events import CommitFailedEvent, Fetched, FetchFailed, SnapshotDropped
 from checkpointing.agent.fencing import Fencer, Fencing
 from checkpointing.agent.publisher import Publisher
 from checkpointing.agent.reporting import Clock, RetryCounter, progress_reporter, text_of
@@ -28,11 +26,11 @@ from checkpointing.commit.catalog import CatalogEntry
 from checkpointing.commit.reading import pieces_of
 from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.retention import Retention
+from checkpointing.commit.sharded_save import ShardedCommit, ShardedSave
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.format.digest import RunningDigest, algorithm_of
 from checkpointing.format.manifest import FileEntry
-from checkpointing.host.threads import in_background
 
 # Starts a call in a thread of that name.
 Spawn = Callable[[Callable[[], None], str], object]
@@ -49,18 +47,18 @@ class _Prune(Enum):
 
 @dataclass(frozen=True)
 class _Commit:
-    """A snapshot to commit, and the save where other nodes write parts of it."""
+    """A snapshot to commit, and the save where several nodes write."""
 
     arena: Arena
-    split: ReplicatedSave | None
+    save: ShardedCommit | ReplicatedSave | None
 
 
 @dataclass(frozen=True)
-class _Portion:
-    """A snapshot that another node commits, and which parts of it this one writes."""
+class _Contribution:
+    """A snapshot that another node commits, and of which this one writes a part."""
 
     arena: Arena
-    split: ReplicatedSave
+    save: ShardedSave | ReplicatedSave
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class _PostMortem:
     arena: Arena
 
 
-_Task = _Commit | _Portion | _PostMortem | _Prune
+_Task = _Commit | _Contribution | _PostMortem | _Prune
 
 
 class Writer:
@@ -167,24 +165,23 @@ class Writer:
         """Compute a snapshot's digests; reports `Digested`."""
         self._digesting.put(arena)
 
-    def commit(self, arena: Arena, split: ReplicatedSave | None = None) -> None:
+    def commit(self, arena: Arena, save: ShardedSave | ReplicatedSave | None = None) -> None:
         """Commit a snapshot; reports `Committed` or `CommitFailedEvent`.
+
+        Where another node commits it, this one's part is written: of shards, that reports `SharesWritten` or
+        `CommitFailedEvent`; of files that all nodes hold, `PortionEnded`.
 
         Args:
             arena: The snapshot.
-            split: The save, where other nodes write parts of it; or this node's share, reported by `SharesWritten`.
+            save: The save, where several nodes write.
         """
-        if arena.together is not None and arena.publishes:
+        if save is not None and not arena.publishes:
+            self._committing.put(_Contribution(arena, save))
+        elif isinstance(save, ShardedSave):
             # Before its turn comes: the other nodes write meanwhile, and wait for no more than this.
-            arena.begun = begin = functools.cache(functools.partial(self.publisher.begin_together, arena))
-            # Under a limit of threads, at its turn.
-            with contextlib.suppress(RuntimeError):
-                arena.begun = in_background(begin, "checkpoint-begin").result
-        self._committing.put(_Commit(arena, split))
-
-    def write_portion(self, arena: Arena, split: ReplicatedSave) -> None:
-        """Write this node's parts of a snapshot that another one commits; reports `PortionEnded`."""
-        self._committing.put(_Portion(arena, split))
+            self._committing.put(_Commit(arena, self.publisher.begin_sharded(arena, save)))
+        else:
+            self._committing.put(_Commit(arena, save))
 
     def keep_not_finite(self, arena: Arena) -> None:
         """Keep a snapshot that is not finite for a post-mortem, if it is the first; reports `PortionEnded`."""
@@ -228,44 +225,31 @@ class Writer:
             self.publisher.keep_not_finite(task.arena)
             self._report(PortionEnded(), task.arena)
             return
-        first = self._tiers.first
-        # Only the durable tier is one that all nodes can write to.
-        splits = self._tiers.local is None and first.can_split
-        if isinstance(task, _Portion):
-            if splits:
-                self.publisher.write_portion(task.arena, task.split)
-            self._report(PortionEnded(), task.arena)
+        storage = self._tiers.first
+        # Of files that all nodes hold. Only the durable tier is one that all can write to.
+        can_split = self._tiers.local is None and storage.can_split
+        if isinstance(task, _Contribution):
+            is_wanted = can_split or isinstance(task.save, ShardedSave)
+            self._report(self.publisher.contribute(task.arena, task.save) if is_wanted else PortionEnded(), task.arena)
             return
         if isinstance(task, _Commit):
-            arena = task.arena
-            if arena.together is not None:
-                self._commit_together(arena)
-                return
-            outcome = self.publisher.commit(arena, first, task.split if splits else None)
-            if isinstance(outcome, CommitFailedEvent):
-                if self._tiers.local is not None and not arena.damaged:
-                    # The arena is still needed: the durable tier gets the snapshot.
-                    self._report(outcome, None)
-                    self.uploader.upload_arena(arena)
-                else:
-                    self._report(outcome, arena)
+            arena, save = task.arena, task.save
+            if isinstance(save, ShardedCommit):
+                storage = self._tiers.durable
+            elif not can_split:
+                save = None
+            outcome = self.publisher.commit(arena, storage, save)
+            if isinstance(outcome, CommitFailedEvent) and storage is self._tiers.local and not arena.damaged:
+                # The arena is still needed: the durable tier gets the snapshot.
+                self._report(outcome, None)
+                self.uploader.upload_arena(arena)
                 return
             self._report(outcome, arena)
-        self.publisher.prune(first, self.uploader.due if self._tiers.local is not None else tuple)
+            if isinstance(outcome, CommitFailedEvent):
+                return
+        self.publisher.prune(storage, self.uploader.due if storage is self._tiers.local else tuple)
         self._flush_retries()
         self.upload_due()
-
-    def _commit_together(self, arena: Arena) -> None:
-        # To the durable tier, as above. Who publishes was decided when the save was.
-        if not arena.publishes:
-            self._report(self.publisher.write_shards(arena), arena)
-            return
-        durable = self._tiers.durable
-        outcome = self.publisher.commit(arena, durable)
-        self._report(outcome, arena)
-        if isinstance(outcome, Committed):
-            self.publisher.prune(durable)
-        self._flush_retries()
 
     def _flush_retries(self) -> None:
         for counter in self._retries:

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from checkpointing.commit.catalog import verify
-from checkpointing.commit.replicated_save import SplitSave
-from checkpointing.commit.sharded_save import Begun, await_shards
+from checkpointing.commit.commit_steps import CommitSteps, StagedFile
 from checkpointing.errors import CheckpointError, CommitConflict, CommitFailed
 from checkpointing.format.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.storage import Storage
-from checkpointing.storage.base import Transaction
-
-
-@dataclass(frozen=True)
-class StagedFile:
-    """A file whose bytes are in memory, or arrive piece by piece.
-
-    Attributes:
-        name: Name of the file inside the checkpoint.
-        pieces: Its bytes, in order. A sequence if all are in memory; each piece of an iterator lasts until the next.
-        digest: Returns the digest of all bytes; called once they have been written. If it raises a CheckpointError,
-            nothing is published.
-        nbytes: The file's size, where the pieces do not tell it and it is known.
-    """
-
-    name: str
-    pieces: Iterable[memoryview]
-    digest: Callable[[], str]
-    nbytes: int | None = None
 
 
 def commit_snapshot(
@@ -42,9 +22,7 @@ def commit_snapshot(
     may_publish: Callable[[], bool] = lambda: True,
     *,
     at_once: int = 1,
-    together: Callable[[], Begun] | None = None,
-    split: SplitSave | None = None,
-    is_current: Callable[[], bool] = lambda: True,
+    save: CommitSteps | None = None,
 ) -> Manifest:
     """Write the files, then the manifest; return when the checkpoint is durable.
 
@@ -56,9 +34,7 @@ def commit_snapshot(
         files: The files.
         may_publish: Asked last; False drops what was written.
         at_once: Number of files to write in parallel; more than one only if their pieces share no memory.
-        together: Returns the save, where other nodes write the shards that are not among the files.
-        split: The save, where other nodes write parts of the large files.
-        is_current: Whether the attempt runs still; otherwise the other nodes get less time.
+        save: Who writes the files; None where this node writes all.
 
     Returns:
         The manifest that was published.
@@ -69,23 +45,13 @@ def commit_snapshot(
         CommitConflict: The step is already committed.
         Fenced: A newer attempt has begun.
     """
-    transaction = None
+    transaction, save = None, save or CommitSteps()
     try:
-        begun = together() if together is not None else None
-        if begun is not None:
-            transaction = begun.transaction
-        else:
-            transaction = storage.begin(info.step, info.attempt, split.split.identity if split is not None else "")
-        if split is not None:
-            split.begin(transaction)
-        sizes = _write_all(functools.partial(_write, transaction, split), files, at_once)
-        if split is not None:
-            split.complete(is_current)
+        transaction = save.begin(storage, info)
+        sizes = _write_all(functools.partial(save.write, transaction), files, at_once)
+        others = save.complete(transaction, [file.name for file in files])
         entries = [FileEntry(file.name, size, file.digest()) for file, size in zip(files, sizes, strict=True)]
-        if begun is not None:
-            own = {file.name for file in files}
-            others = [name for name in begun.together.shards if name not in own]
-            entries += [begun.file, *await_shards(transaction, others, is_current)]
+        entries += others
         manifest = Manifest(**asdict(info), created_at=time.time(), files=tuple(entries))
         if not may_publish():
             raise CommitFailed(f"checkpoint-{info.step} was found damaged in memory and is not published")
@@ -108,12 +74,6 @@ def _write_all(write: Callable[[StagedFile], int], files: Sequence[StagedFile], 
         return list(map(write, files))
     with ThreadPoolExecutor(at_once, "checkpoint-write") as pool:
         return list(pool.map(write, files))
-
-
-def _write(transaction: Transaction, split: SplitSave | None, file: StagedFile) -> int:
-    if split is not None and split.holds(file.name):
-        return split.write(file.name)
-    return transaction.write(file.name, file.pieces, file.nbytes)
 
 
 def _is_kept(storage: Storage, manifest: Manifest) -> bool:

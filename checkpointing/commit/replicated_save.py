@@ -15,20 +15,14 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing.commit.save_notes import (
-    LONGEST_LOOK_S,
-    SHORTEST_LOOK_S,
-    SignsOfLife,
-    await_note,
-    error_in,
-    is_committed,
-)
+from checkpointing.commit.commit_steps import CommitSteps, StagedFile
+from checkpointing.commit.save_notes import OtherNodeFailed, SignsOfLife, await_note, await_reports, is_committed
 from checkpointing.format.digest import PART_BYTES, num_parts
-from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.format.manifest import FileEntry, SnapshotInfo
 from checkpointing.format.shard_index import HeldFile
 from checkpointing.host.failpoints import failpoint
 from checkpointing.storage import Storage
@@ -104,7 +98,7 @@ def _note_of(node: int) -> str:
 def write_portion(
     storage: Storage,
     info: SnapshotInfo,
-    split: ReplicatedSave,
+    save: ReplicatedSave,
     files: Sequence[HeldFile],
     is_wanted: Callable[[], bool] = lambda: True,
     *,
@@ -116,7 +110,7 @@ def write_portion(
     Args:
         storage: Where to.
         info: What the files are of.
-        split: Which parts.
+        save: Which parts.
         files: The files.
         is_wanted: Asked while the other node is waited for, and between files; False ends it.
         clock: Seconds.
@@ -128,10 +122,10 @@ def write_portion(
     Raises:
         OSError: Storage refused; the node that commits learns of it if that can be written.
     """
-    files = [file for file in files if split.portion(len(file.data))]
+    files = [file for file in files if save.portion(len(file.data))]
     if not files:
         return True
-    transaction = storage.begin(info.step, info.attempt, split.identity, joins=True)
+    transaction = storage.begin(info.step, info.attempt, save.identity, joins=True)
     begun = transaction.read_note(_BEGUN)
     if begun is None:
         if is_committed(storage, info):
@@ -142,13 +136,13 @@ def write_portion(
     tokens: dict[str, str] = json.loads(begun)["files"]
     if not tokens:
         return True
-    note, report = _note_of(split.node), {}
+    note, report = _note_of(save.node), {}
     signs = SignsOfLife(transaction, note)
     try:
         for file in files:
             if not is_wanted():
                 raise OSError(errno.ECANCELED, "its attempt is over")
-            numbers = split.portion(len(file.data))
+            numbers = save.portion(len(file.data))
             receipts = transaction.write_parts(file.name, tokens[file.name], numbers.start, file.part(numbers))
             failpoint("portion.written")
             digests = b"".join(file.parts().digests[numbers.start : numbers.stop]).hex()
@@ -167,38 +161,39 @@ def write_portion(
     return True
 
 
-class SplitSave:
-    """The part of the node that commits.
-
-    Attributes:
-        split: Which of the nodes it is.
-        gave_up: Why it had to write alone; None where all nodes have written.
-    """
+class ReplicatedCommit(CommitSteps):
+    """The part of the node that commits."""
 
     def __init__(
         self,
-        split: ReplicatedSave,
+        save: ReplicatedSave,
         files: Sequence[HeldFile],
         *,
+        is_current: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Describe a save; nothing is written yet.
 
         Args:
-            split: Which of the nodes this one is.
+            save: Which of the nodes this one is.
             files: The files; none where this node writes alone, which the others then learn.
+            is_current: Whether the attempt that made the snapshot runs still; otherwise the others get less time.
             clock: Seconds.
             sleep: Waits.
         """
-        self.split = split
-        self.gave_up: str | None = None
+        self._save, self._is_current = save, is_current
         self._files = {file.name: file for file in files}
         self._clock, self._sleep = clock, sleep
         self._tokens: dict[str, str] = {}
         self._receipts: dict[str, list[Any]] = {}
-        self._transaction: Transaction | None = None
         self._began = 0.0
+
+    @property
+    def others_bytes(self) -> int:
+        """How much of the files other nodes write, in bytes."""
+        sizes = [len(file.data) for file in self._files.values()]
+        return sum(sizes) - sum(len(file.part(self._save.portion(len(file.data)))) for file in self._files.values())
 
     @property
     def nodes_that_write(self) -> int:
@@ -210,17 +205,14 @@ class SplitSave:
         sizes = [len(file.data) for file in self._files.values()]
         return {
             node
-            for node in range(self.split.nodes)
-            if node != self.split.node and any(self.split.portion(nbytes, node) for nbytes in sizes)
+            for node in range(self._save.nodes)
+            if node != self._save.node and any(self._save.portion(nbytes, node) for nbytes in sizes)
         }
 
-    def begin(self, transaction: Transaction) -> None:
-        """Open the files, and let the other nodes write.
-
-        Raises:
-            OSError: Storage refused.
-        """
-        self._transaction, self._began = transaction, self._clock()
+    def begin(self, storage: Storage, info: SnapshotInfo) -> Transaction:
+        """Open the files, and let the other nodes write."""
+        transaction = storage.begin(info.step, info.attempt, self._save.identity)
+        self._began = self._clock()
         try:
             for name, file in self._files.items():
                 self._tokens[name] = transaction.open_split(name, len(file.data))
@@ -228,44 +220,38 @@ class SplitSave:
             # A place may take files only from the first byte to the last.
             self._give_up(f"a file of several nodes could not be opened: {error.strerror or error}")
         tokens = self._tokens if self.gave_up is None else {}
-        transaction.write_note(_BEGUN, json.dumps({"files": tokens}).encode())
+        try:
+            transaction.write_note(_BEGUN, json.dumps({"files": tokens}).encode())
+        except BaseException:
+            transaction.abort()
+            raise
+        return transaction
 
     def _give_up(self, why: str) -> None:
         self.gave_up = self.gave_up or why
 
-    def holds(self, name: str) -> bool:
-        """Return whether a file is one that several nodes write."""
-        return name in self._files
-
-    def write(self, name: str) -> int:
-        """Write this node's parts of a file; return the size of the whole file. What fails is tried again alone."""
-        assert self._transaction is not None
+    def write(self, transaction: Transaction, staged: StagedFile) -> int:
+        """Write this node's parts of a file, or all of a small one. What fails is tried again alone."""
+        name = staged.name
+        if name not in self._files:
+            return super().write(transaction, staged)
         file = self._files[name]
-        numbers = self.split.portion(len(file.data))
+        numbers = self._save.portion(len(file.data))
         self._receipts[name] = []
         if numbers and self.gave_up is None:
             token, data = self._tokens[name], file.part(numbers)
             try:
-                self._receipts[name] = self._transaction.write_parts(name, token, numbers.start, data)
+                self._receipts[name] = transaction.write_parts(name, token, numbers.start, data)
             except OSError as error:
                 self._give_up(f"parts of {name} could not be written: {error.strerror or error}")
         failpoint("split.written")
         return len(file.data)
 
-    def complete(self, is_current: Callable[[], bool] = lambda: True) -> None:
-        """Wait for the other nodes, and complete the files; write them alone where a node has failed.
-
-        Args:
-            is_current: Whether the attempt that made the snapshot runs still.
-
-        Raises:
-            OSError: Storage refused.
-        """
-        transaction = self._transaction
-        assert transaction is not None
-        reports = {self.split.node: self._receipts}
+    def complete(self, transaction: Transaction, own: Iterable[str]) -> list[FileEntry]:
+        """Wait for the other nodes, and complete the files; write them alone where a node has failed."""
+        reports = {self._save.node: self._receipts}
         if self.gave_up is None:
-            self._await_reports(transaction, reports, is_current)
+            self._await_reports(transaction, reports)
         for name, file in self._files.items():
             if self.gave_up is None:
                 receipts = [one for node in sorted(reports) for one in reports[node].get(name, [])]
@@ -280,49 +266,40 @@ class SplitSave:
                 transaction.write(name, [file.data])
         # In this order: another node that writes a note later finds that the first one is gone.
         transaction.withdraw([_BEGUN])
-        transaction.withdraw([_note_of(node) for node in range(self.split.nodes)])
+        transaction.withdraw([_note_of(node) for node in range(self._save.nodes)])
+        return []
 
-    def _await_reports(
-        self, transaction: Transaction, reports: dict[int, dict[str, list[Any]]], is_current: Callable[[], bool]
-    ) -> None:
+    def _await_reports(self, transaction: Transaction, reports: dict[int, dict[str, list[Any]]]) -> None:
         """Wait for the receipts of each other node, by file, or give up."""
-        missing = self._others()
-        seen: dict[int, bytes] = {}
-        since, pause = self._clock(), SHORTEST_LOOK_S
-        longest_s = min(max(_TIMES * (since - self._began), _LEAST_WAIT_S), _LONGEST_WAIT_S)
-        began = since
-        while missing:
-            for node in sorted(missing):
-                note = transaction.read_note(_note_of(node))
-                if note is None or note == seen.get(node):
-                    continue
-                seen[node], since = note, self._clock()
-                error = error_in(note)
-                if error is not None:
-                    self._give_up(f"another node could not write its part: {error}")
-                    return
-                report = json.loads(note).get("files")
-                if report is not None:
-                    problem = self._problem(node, report)
-                    if problem is not None:
-                        self._give_up(problem)
-                        return
-                    reports[node] = {name: entry["receipts"] for name, entry in report.items()}
-                    missing.discard(node)
-                    pause = SHORTEST_LOOK_S
-            if not missing:
-                break
-            silent_s, waited_s = self._clock() - since, self._clock() - began
-            if silent_s > (PATIENCE_S if is_current() else PATIENCE_S / 2) or waited_s > longest_s:
-                self._give_up(f"another node has not written its part for {waited_s:.0f} s")
-                return
-            self._sleep(pause)
-            pause = min(2 * pause, LONGEST_LOOK_S)
+        nodes = {_note_of(node): node for node in sorted(self._others())}
+        longest_s = min(max(_TIMES * (self._clock() - self._began), _LEAST_WAIT_S), _LONGEST_WAIT_S)
+
+        def look(names: list[str]) -> Iterator[tuple[bytes | None, bytes | None]]:
+            for note in map(transaction.read_note, names):
+                is_report = note is not None and "files" in json.loads(note)
+                yield (note, None) if is_report else (None, note)
+
+        def take(name: str, note: bytes) -> None:
+            report = json.loads(note)["files"]
+            if problem := self._problem(nodes[name], report):
+                self._give_up(problem)
+                raise OtherNodeFailed(name, problem)
+            reports[nodes[name]] = {file: entry["receipts"] for file, entry in report.items()}
+
+        def limits() -> tuple[float, float]:
+            return PATIENCE_S if self._is_current() else PATIENCE_S / 2, longest_s
+
+        try:
+            await_reports(list(nodes), look, take, limits, clock=self._clock, sleep=self._sleep)
+        except OtherNodeFailed as failed:
+            if failed.error is None:
+                self._give_up(f"another node has not written its part for {failed.waited_s:.0f} s")
+            self._give_up(f"another node could not write its part: {failed.error}")
 
     def _problem(self, node: int, report: dict[str, Any]) -> str | None:
         """Return what is wrong with a node's report: it lacks a file, or the bytes are not those of this node."""
         for name, file in self._files.items():
-            numbers = self.split.portion(len(file.data), node)
+            numbers = self._save.portion(len(file.data), node)
             expected = b"".join(file.parts().digests[numbers.start : numbers.stop]).hex()
             if numbers and report.get(name, {}).get("digests") != expected:
                 return (

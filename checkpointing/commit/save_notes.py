@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.format.manifest import SnapshotInfo
@@ -38,6 +38,73 @@ def await_note(
         sleep(pause)
         pause = min(2 * pause, LONGEST_LOOK_S)
     return note
+
+
+class OtherNodeFailed(Exception):
+    """Another node has not written its part of a save.
+
+    Attributes:
+        name: What it was to report.
+        error: What it has said itself, or what is wrong with its report; None where it was waited for in vain.
+        silent_s: Seconds since the last sign of life of any node.
+        waited_s: Seconds that it was waited for.
+        is_alone: No other node has written anything at all.
+    """
+
+    def __init__(
+        self, name: str, error: str | None = None, *, silent_s: float = 0, waited_s: float = 0, is_alone: bool = False
+    ) -> None:
+        super().__init__(error or f"nothing from {name} for {waited_s:.0f} s")
+        self.name, self.error = name, error
+        self.silent_s, self.waited_s, self.is_alone = silent_s, waited_s, is_alone
+
+
+def await_reports(
+    names: Sequence[str],
+    look: Callable[[list[str]], Iterable[tuple[bytes | None, bytes | None]]],
+    take: Callable[[str, bytes], None],
+    limits: Callable[[], tuple[float, float]],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until all parts of a save that other nodes write are reported.
+
+    Args:
+        names: What is to be reported.
+        look: Reads, for each of these that is lacking, its report, or else the last sign of life of its node.
+        take: Called with each name and report once.
+        limits: Longest silence of all nodes and longest wait, in seconds.
+        clock: Seconds.
+        sleep: Waits.
+
+    Raises:
+        OtherNodeFailed: A node could not write, or has shown no life or no progress for too long.
+        OSError: Storage refused.
+    """
+    lacking, signs = list(names), dict[str, bytes]()
+    # All signs of life count for all nodes: they end one after the other.
+    began = since = clock()
+    pause = SHORTEST_LOOK_S
+    while True:
+        asked = list(lacking)
+        for name, (report, sign) in zip(asked, look(asked), strict=True):
+            if report is not None:
+                lacking.remove(name)
+                since, pause = clock(), SHORTEST_LOOK_S
+                take(name, report)
+            elif sign is not None and sign != signs.get(name):
+                signs[name], since = sign, clock()
+                if error := error_in(sign):
+                    raise OtherNodeFailed(name, error)
+        if not lacking:
+            return
+        silent_s, waited_s, (patience_s, longest_s) = clock() - since, clock() - began, limits()
+        if silent_s > patience_s or waited_s > longest_s:
+            is_alone = len(lacking) == len(names) and not signs
+            raise OtherNodeFailed(lacking[0], silent_s=silent_s, waited_s=waited_s, is_alone=is_alone)
+        sleep(pause)
+        pause = min(2 * pause, LONGEST_LOOK_S)
 
 
 class SignsOfLife:

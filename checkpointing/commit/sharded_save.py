@@ -10,25 +10,21 @@ manifest names.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from checkpointing.commit.save_notes import (
-    LONGEST_LOOK_S,
-    SHORTEST_LOOK_S,
-    SignsOfLife,
-    await_note,
-    error_in,
-    is_committed,
-)
+from checkpointing.commit.commit_steps import CommitSteps
+from checkpointing.commit.save_notes import OtherNodeFailed, SignsOfLife, await_note, await_reports, is_committed
 from checkpointing.errors import CommitFailed
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import FileEntry, SnapshotInfo
 from checkpointing.format.shard_index import BEGUN_NAME, HeldFile, ShardParts, parts_name, state_name
 from checkpointing.host.failpoints import failpoint
+from checkpointing.host.threads import in_background
 from checkpointing.storage import Storage
 from checkpointing.storage.base import Transaction
 
@@ -59,46 +55,94 @@ class ShardedSave:
     in_memory: bool = True
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A save that the node that commits has begun, so that the other nodes write.
+class ShardedCommit(CommitSteps):
+    """The part of the node that commits.
 
-    Attributes:
-        together: The save.
-        transaction: It.
-        file: What says so, which is part of the checkpoint.
+    Args:
+        storage: Where to.
+        info: What the shards are of.
+        save: The save.
+        prepare: Called before it begins; may raise a CheckpointError.
+        is_current: Whether the attempt that made the snapshot runs still; otherwise the other nodes get less time.
+        clock: Seconds.
+        sleep: Waits.
     """
 
-    together: ShardedSave
-    transaction: Transaction
-    file: FileEntry
+    def __init__(
+        self,
+        storage: Storage,
+        info: SnapshotInfo,
+        save: ShardedSave,
+        *,
+        prepare: Callable[[], None] = lambda: None,
+        is_current: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._storage, self._info, self._save, self._prepare = storage, info, save, prepare
+        self._is_current, self._clock, self._sleep = is_current, clock, sleep
+        self._data = json.dumps({"save": save.identity}).encode()
+        self._begun: Callable[[], Transaction] = functools.cache(self._begin)
 
+    def begin_now(self) -> None:
+        """Begin in the background, before the save's turn comes: the other nodes write meanwhile."""
+        # Under a limit of threads, at its turn.
+        with contextlib.suppress(RuntimeError):
+            self._begun = in_background(self._begun, "checkpoint-begin").result
 
-def begin_together(storage: Storage, info: SnapshotInfo, together: ShardedSave) -> Begun:
-    """Let the other nodes write.
+    def begin(self, storage: Storage, info: SnapshotInfo) -> Transaction:
+        """Wait until it has begun."""
+        return self._begun()
 
-    Raises:
-        CommitFailed: Storage refused.
-    """
-    data = json.dumps({"save": together.identity}).encode()
-    transaction = None
-    try:
-        transaction = storage.begin(info.step, info.attempt, together.identity)
-        transaction.write_note(BEGUN_NAME, data)
-    except OSError as error:
-        if transaction is not None:
-            # It may have been stored, and the answer lost.
-            transaction.abort()
-        raise CommitFailed(
-            f"checkpoint-{info.step} at {storage.location} could not be begun: {error.strerror or error}"
-        ) from error
-    return Begun(together, transaction, FileEntry(BEGUN_NAME, len(data), digest_buffer(data)))
+    def _begin(self) -> Transaction:
+        self._prepare()
+        storage, info, transaction = self._storage, self._info, None
+        try:
+            transaction = storage.begin(info.step, info.attempt, self._save.identity)
+            transaction.write_note(BEGUN_NAME, self._data)
+        except OSError as error:
+            if transaction is not None:
+                # It may have been stored, and the answer lost.
+                transaction.abort()
+            raise CommitFailed(
+                f"checkpoint-{info.step} at {storage.location} could not be begun: {error.strerror or error}"
+            ) from error
+        return transaction
+
+    def complete(self, transaction: Transaction, own: Iterable[str]) -> list[FileEntry]:
+        """Wait for the digests of the other nodes' shards; return these, with their digests' own files."""
+        names = [name for name in self._save.shards if name not in set(own)]
+        found: dict[str, tuple[ShardParts, bytes]] = {}
+
+        def take(name: str, note: bytes) -> None:
+            found[name] = (_read(note, name), note)
+
+        def limits() -> tuple[float, float]:
+            return (PATIENCE_S, LONGEST_S) if self._is_current() else (LAST_PATIENCE_S, LAST_LONGEST_S)
+
+        look = functools.partial(_look, transaction)
+        try:
+            await_reports(names, look, take, limits, clock=self._clock, sleep=self._sleep)
+        except OtherNodeFailed as failed:
+            raise CommitFailed(_missing(failed)) from None
+        # They are not part of the checkpoint; one that comes later does no harm.
+        transaction.withdraw([state_name(name) for name in names])
+        entries = [FileEntry(BEGUN_NAME, len(self._data), digest_buffer(self._data))]
+        for name, (parts, note) in found.items():
+            entries.append(FileEntry(name, parts.nbytes, parts.digest))
+            entries.append(FileEntry(parts_name(name), len(note), digest_buffer(note)))
+        return entries
+
+    def abandon(self) -> None:
+        """Remove the note that it has begun."""
+        with contextlib.suppress(Exception):
+            self._begun().abort()
 
 
 def write_shards(
     storage: Storage,
     info: SnapshotInfo,
-    together: ShardedSave,
+    save: ShardedSave,
     shards: Sequence[HeldFile],
     *,
     clock: Callable[[], float] = time.monotonic,
@@ -109,7 +153,7 @@ def write_shards(
     Args:
         storage: Where to.
         info: What they are of.
-        together: The save.
+        save: The save.
         shards: This node's.
         clock: Seconds.
         sleep: Waits.
@@ -121,7 +165,7 @@ def write_shards(
     names = [shard.name for shard in shards]
     own = [*names, *map(parts_name, names)]
     try:
-        transaction = storage.begin(info.step, info.attempt, together.identity, joins=True)
+        transaction = storage.begin(info.step, info.attempt, save.identity, joins=True)
         if await_note(transaction, BEGUN_NAME, PATIENCE_S, clock, sleep) is None:
             raise CommitFailed(
                 f"the node that commits has not begun this save here for {PATIENCE_S:.0f} s. {_SHARED_QUESTION}"
@@ -170,58 +214,6 @@ def _is_reported(storage: Storage, info: SnapshotInfo, transaction: Transaction,
     return False
 
 
-def await_shards(
-    transaction: Transaction,
-    names: Sequence[str],
-    is_current: Callable[[], bool] = lambda: True,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> list[FileEntry]:
-    """Wait until other nodes have written their shards; return these, and the files with their digests.
-
-    Args:
-        transaction: The save.
-        names: The shards.
-        is_current: Whether the attempt that made the snapshot runs still.
-        clock: Seconds.
-        sleep: Waits.
-
-    Raises:
-        CommitFailed: A node could not write its shards, or gives no sign of life.
-        OSError: Storage refused.
-    """
-    found: dict[str, tuple[ShardParts, bytes]] = {}
-    states: dict[str, bytes | None] = {}
-    # All signs of life count for all nodes: they end one after the other.
-    began = since = clock()
-    pause = SHORTEST_LOOK_S
-    while True:
-        lacking = [name for name in names if name not in found]
-        for name, (note, state) in zip(lacking, _look(transaction, lacking), strict=True):
-            if note is not None:
-                found[name] = (_read(note, name), note)
-                since, pause = clock(), SHORTEST_LOOK_S
-            elif state is not None and state != states.get(name):
-                states[name], since = state, clock()
-                _check_state(state, name)
-        if len(found) == len(names):
-            break
-        patience, longest = (PATIENCE_S, LONGEST_S) if is_current() else (LAST_PATIENCE_S, LAST_LONGEST_S)
-        if clock() - since > patience or clock() - began > longest:
-            first = next(name for name in names if name not in found)
-            raise CommitFailed(_missing(first, clock() - since, clock() - began, is_alone=not (found or states)))
-        sleep(pause)
-        pause = min(2 * pause, LONGEST_LOOK_S)
-    # They are not part of the checkpoint; one that comes later does no harm.
-    transaction.withdraw([state_name(name) for name in names])
-    entries = []
-    for name, (parts, note) in found.items():
-        entries.append(FileEntry(name, parts.nbytes, parts.digest))
-        entries.append(FileEntry(parts_name(name), len(note), digest_buffer(note)))
-    return entries
-
-
 def _look(transaction: Transaction, names: Sequence[str]) -> list[tuple[bytes | None, bytes | None]]:
     """Return, for each shard, the digests of its parts, or else its node's sign of life: that of its first shard.
 
@@ -238,24 +230,19 @@ def _look(transaction: Transaction, names: Sequence[str]) -> list[tuple[bytes | 
         return list(pool.map(notes_of, names))
 
 
-def _missing(lacking: str, silent_s: float, waited_s: float, *, is_alone: bool) -> str:
+def _missing(failed: OtherNodeFailed) -> str:
     """Return why a save is given up."""
-    if is_alone:
+    if failed.error is not None:
+        return f"another node could not write {failed.name}: {failed.error}"
+    if failed.is_alone:
         # Most likely a directory that each node has for itself.
         return (
-            f"{lacking} was not written: no other node has written anything here for {silent_s:.0f} s. "
+            f"{failed.name} was not written: no other node has written anything here for {failed.silent_s:.0f} s. "
             f"{_SHARED_QUESTION}"
         )
-    if silent_s < waited_s and silent_s < LAST_PATIENCE_S:
-        return f"{lacking} was not written within {waited_s:.0f} s, although its node lives"
-    return f"{lacking} was not written: its node has given no sign of life for {silent_s:.0f} s"
-
-
-def _check_state(state: bytes, name: str) -> None:
-    """Raise CommitFailed where a node says that it could not write its shards."""
-    error = error_in(state)
-    if error is not None:
-        raise CommitFailed(f"another node could not write {name}: {error}")
+    if failed.silent_s < min(failed.waited_s, LAST_PATIENCE_S):
+        return f"{failed.name} was not written within {failed.waited_s:.0f} s, although its node lives"
+    return f"{failed.name} was not written: its node has given no sign of life for {failed.silent_s:.0f} s"
 
 
 def _read(note: bytes, name: str) -> ShardParts:

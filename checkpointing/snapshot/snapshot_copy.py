@@ -51,7 +51,7 @@ class _Layout:
         images: All files. The further states come first, since the training thread waits for their copy.
         num_foreign: How many of the first ones are further states.
         optimizer: The optimizer's file, of which the images may have only this rank's share.
-        together: The save, where the images are only this node's share of the state.
+        share: The save, where the images are only this node's share of the state.
         splittable: Files that several nodes can write: large, and equal on all of them.
         guests: Names of images that only keep a place for copies of another node's shards.
         not_finite: Returns the names of buffers, and of a scaler, that hold NaN or infinity on any rank.
@@ -60,7 +60,7 @@ class _Layout:
     images: list[FileImage]
     num_foreign: int
     optimizer: FileImage
-    together: ShardedSave | None = None
+    share: ShardedSave | None = None
     splittable: tuple[str, ...] = ()
     guests: frozenset[str] = frozenset()
     not_finite: Callable[[], list[str]] = list
@@ -74,13 +74,13 @@ class _Acquired:
         placed: The files, with their places in it.
         number: Of the arena.
         buffer: Its memory.
-        split: The save, where other nodes hold the same snapshot and write parts of it.
+        save: The save, where other nodes hold the same snapshot and write parts of it.
     """
 
     placed: list[PlacedFile]
     number: int
     buffer: memoryview
-    split: ReplicatedSave | None
+    save: ReplicatedSave | None
 
 
 class SnapshotCopy:
@@ -159,7 +159,7 @@ class SnapshotCopy:
             not_finite = [names[address][0] for address in sums.not_finite()] + layout.not_finite()
         if not_finite:
             pending.was_staged = False
-        if layout.together is not None:
+        if layout.share is not None:
             why_not = self._everyones_reason(pending, why_not, not_finite)
         if why_not is None:
             self._stage(request, layout, acquired, sums, not_finite)
@@ -187,8 +187,8 @@ class SnapshotCopy:
         """Have an arena for the files, on all nodes or on none where these are spread."""
         placed, nbytes = file_images.place(layout.images)
         acquired = self._client.acquire(request.step, nbytes, wait=request.wait, is_urgent=request.commit)
-        split = None
-        if layout.together is not None:
+        save = None
+        if layout.share is not None:
             acquired = self._agreed(request.step, acquired)
             if acquired is Refusal.NO_MEMORY and self.buddies is not None:
                 self._give_buddies_up()
@@ -197,8 +197,8 @@ class SnapshotCopy:
                 )
                 acquired = self._agreed(request.step, self._client.acquire(request.step, nbytes, wait=request.wait))
         elif request.commit and layout.splittable:
-            split = self._agreed_split(layout.splittable, has_memory=not isinstance(acquired, Refusal))
-        return acquired if isinstance(acquired, Refusal) else _Acquired(placed, *acquired, split)
+            save = self._agreed_save(layout.splittable, has_memory=not isinstance(acquired, Refusal))
+        return acquired if isinstance(acquired, Refusal) else _Acquired(placed, *acquired, save)
 
     def _everyones_reason(self, pending: PendingSnapshot, why_not: str | None, not_finite: Sequence[str]) -> str | None:
         """Return why some node cannot use its share of a snapshot that is spread; None if all can."""
@@ -232,8 +232,7 @@ class SnapshotCopy:
             request.retention,
             metrics=request.metrics,
             commit=request.commit,
-            together=layout.together,
-            split=acquired.split,
+            save=layout.share or acquired.save,
             receives=buddies is not None,
             words=sums.total(buffer, literals),
             not_finite=not_finite,
@@ -279,7 +278,7 @@ class SnapshotCopy:
         if self.buddies is not None:
             self.buddies.close()
 
-    def _agreed_split(self, files: tuple[str, ...], *, has_memory: bool) -> ReplicatedSave | None:
+    def _agreed_save(self, files: tuple[str, ...], *, has_memory: bool) -> ReplicatedSave | None:
         """Return which of the nodes that hold the snapshot this one is; None where it is the only one.
 
         Args:
@@ -342,12 +341,12 @@ class SnapshotCopy:
             images = [sharding.take_over(image, state.parts) for image in images]
             if not state.is_spread:
                 self._writers.take_turns(images)
-        optimizer, together, guests = images[-1], None, dict[str, int]()
+        optimizer, share, guests = images[-1], None, dict[str, int]()
         # What is taken from each node's first rank, such as running statistics, may differ.
         splittable = tuple(image.name for image in images if is_split(image.nbytes) and not image.alone)
         if state.is_spread:
-            shards, index, together = self._shards.lay_out(images[num_foreign:])
-            if self.buddies is not None and together.in_memory:
+            shards, index, share = self._shards.lay_out(images[num_foreign:])
+            if self.buddies is not None and share.in_memory:
                 # Before the small files, which only the node's first rank lays out.
                 guests = {shard_name(rank): self._shards.sizes[rank] for rank in self.buddies.guests}
             images[num_foreign:] = [*shards, *itertools.starmap(FileImage, guests.items())]
@@ -356,7 +355,7 @@ class SnapshotCopy:
             images += [blob_image(name, data) for name, data in small.items()]
         gathered = list(dict.fromkeys(name for names in found for name in json.loads(names)))
         not_finite = look if self._ranks.group is None else lambda: gathered
-        return _Layout(images, num_foreign, optimizer, together, splittable, frozenset(guests), not_finite)
+        return _Layout(images, num_foreign, optimizer, share, splittable, frozenset(guests), not_finite)
 
     def _copy_share(
         self,

@@ -202,13 +202,13 @@ class Storage(ABC):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def begin(self, step: int, attempt: int, together: str = "", *, joins: bool = False) -> Transaction:
+    def begin(self, step: int, attempt: int, identity: str = "", *, joins: bool = False) -> Transaction:
         """Start writing the checkpoint of a step.
 
         Args:
             step: The step.
             attempt: The attempt that computed it.
-            together: Identity of the save, in hexadecimal digits, where several nodes write it: all begin with the
+            identity: Identity of the save, in hexadecimal digits, where several nodes write it: all begin with the
                 same one, and one of them commits or aborts.
             joins: This node does neither: nothing is made for it.
         """

@@ -101,9 +101,9 @@ class LocalStorage(Storage):
         except ValueError as error:
             raise OSError(f"{path}: {error}; remove it if no run writes here") from None
 
-    def begin(self, step: int, attempt: int, together: str = "", *, joins: bool = False) -> LocalTransaction:
+    def begin(self, step: int, attempt: int, identity: str = "", *, joins: bool = False) -> LocalTransaction:
         """Create the temporary directory."""
-        return LocalTransaction(self, self.root, step, attempt, together, joins=joins)
+        return LocalTransaction(self, self.root, step, attempt, identity, joins=joins)
 
     def describe(self, step: int) -> str:
         """Return the checkpoint's path."""

@@ -36,13 +36,13 @@ def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 class LocalTransaction:
     """See `Transaction`. Files are written by one thread of each node, in any order."""
 
-    def __init__(self, storage: Storage, root: Path, step: int, attempt: int, together: str, *, joins: bool) -> None:
+    def __init__(self, storage: Storage, root: Path, step: int, attempt: int, identity: str, *, joins: bool) -> None:
         self._storage, self._step, self._attempt = storage, step, attempt
         if storage.has_begun(attempt) and not root.is_dir():
             # A new directory of that name would have neither fence nor lock.
             raise OSError(errno.ENOENT, f"{root} existed when attempt {attempt} began and is gone; put it back")
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
-        self._temporary = root / f".{CHECKPOINT_PREFIX}{step}{together and f'.{together}'}.{attempt}.tmp"
+        self._temporary = root / f".{CHECKPOINT_PREFIX}{step}{identity and f'.{identity}'}.{attempt}.tmp"
         # Directories that contain files.
         self._folders: set[Path] = set()
         if joins:

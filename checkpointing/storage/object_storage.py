@@ -59,11 +59,11 @@ class ObjectFile:
 class ObjectTransaction:
     """See `Transaction`."""
 
-    def __init__(self, storage: ObjectStorage, step: int, attempt: int, together: str) -> None:
+    def __init__(self, storage: ObjectStorage, step: int, attempt: int, identity: str) -> None:
         self._storage, self._store = storage, storage.store
-        self._step, self._attempt, self._is_shared = step, attempt, bool(together)
+        self._step, self._attempt, self._is_shared = step, attempt, bool(identity)
         self._checkpoint = f"{CHECKPOINT_PREFIX}{step}"
-        self._folder = f"{self._checkpoint}/{attempt}.{together or uuid.uuid4().hex[:12]}"
+        self._folder = f"{self._checkpoint}/{attempt}.{identity or uuid.uuid4().hex[:12]}"
         self._written: list[str] = []
         # Uploads that were begun for all nodes, by file.
         self._opened: dict[str, str] = {}
@@ -238,9 +238,9 @@ class ObjectStorage(Storage):
         self.store = store
         self.sidecars = ObjectSidecars(store)
 
-    def begin(self, step: int, attempt: int, together: str = "", *, joins: bool = False) -> ObjectTransaction:
+    def begin(self, step: int, attempt: int, identity: str = "", *, joins: bool = False) -> ObjectTransaction:
         """Choose a folder that no other writer uses, or the one of a save that several nodes write."""
-        return ObjectTransaction(self, step, attempt, together)
+        return ObjectTransaction(self, step, attempt, identity)
 
     @property
     def can_split(self) -> bool:

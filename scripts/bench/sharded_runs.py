@@ -20,7 +20,8 @@ from common import ROOT, Progress, scratch_folder
 sys.path.append(str(ROOT / "tests"))
 from infra.ports import free_port
 
-from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.commit_steps import StagedFile
+from checkpointing.commit.protocol import commit_snapshot
 from checkpointing.format.digest import PART_BYTES, digest_buffer, digest_of_parts, part_digests
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import (

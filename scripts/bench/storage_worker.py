@@ -19,7 +19,8 @@ from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 from common import touch_memory
 
-from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.commit_steps import StagedFile
+from checkpointing.commit.protocol import commit_snapshot
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.host.shared_memory import SharedMemory, round_up

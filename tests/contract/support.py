@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.protocol import StagedFile, commit_snapshot
-from checkpointing.commit.replicated_save import ReplicatedSave, SplitSave, write_portion
-from checkpointing.commit.sharded_save import ShardedSave, begin_together, write_shards
+from checkpointing.commit.commit_steps import StagedFile
+from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.replicated_save import ReplicatedCommit, ReplicatedSave, write_portion
+from checkpointing.commit.sharded_save import ShardedCommit, ShardedSave, write_shards
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import Manifest, SnapshotInfo
 from checkpointing.format.shard_index import INDEX_NAME, HeldFile, ShardParts, parts_name, shard_name
@@ -54,7 +55,7 @@ def commit_together(location: str, step: int, attempt: int = 1) -> Manifest:
         files = [staged(shard_name(0), data[0]), staged(parts_name(shard_name(0)), memoryview(parts[0].to_json()))]
         files.append(staged(INDEX_NAME, memoryview(b"{}")))
         storage = open_storage(location)
-        manifest = commit_snapshot(storage, info, files, together=lambda: begin_together(storage, info, save))
+        manifest = commit_snapshot(storage, info, files, save=ShardedCommit(storage, info, save))
         other.result()
     return manifest
 
@@ -65,11 +66,11 @@ def commit_split(location: str, step: int, attempt: int = 1) -> Manifest:
     parts, info = ShardParts.of(data), SnapshotInfo("run", attempt, step, 2, step)
     file = HeldFile("model", data, lambda: parts)
     own, others = (ReplicatedSave(f"{step:012x}", node, 2, ("model",)) for node in range(2))
-    save = SplitSave(own, [file])
+    save = ReplicatedCommit(own, [file])
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(write_portion, open_storage(location), info, others, [file])
         files = [staged("model", data), staged("state", memoryview(b"step %d" % step))]
-        manifest = commit_snapshot(open_storage(location), info, files, split=save)
+        manifest = commit_snapshot(open_storage(location), info, files, save=save)
         other.exception()
     return manifest
 

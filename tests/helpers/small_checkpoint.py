@@ -9,7 +9,8 @@ import torch
 
 from checkpointing.agent.client import Offered, OfferedSnapshot
 from checkpointing.agent.events import Event
-from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.commit_steps import StagedFile
+from checkpointing.commit.protocol import commit_snapshot
 from checkpointing.files.file_images import FileImage, blob_image, pieces
 from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.files.torch_files import TorchFileLayout, torch_bytes

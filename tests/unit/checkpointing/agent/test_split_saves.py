@@ -39,7 +39,7 @@ def snapshot(bench: Bench, node: int, step: int = 7, *, commit: bool = True) -> 
     arena.view(0, len(STATE))[:] = STATE
     info = SnapshotInfo("run", 1, step, 2, step)
     save = ReplicatedSave(f"ab{step}", node, 2, ("file",)) if commit else None
-    content = SnapshotContent(info, [("file", 0, len(STATE))], commit, split=save)
+    content = SnapshotContent(info, [("file", 0, len(STATE))], commit, save)
     bench.scheduler.copied(arena.number, step, 0, 1, content)
     return arena
 

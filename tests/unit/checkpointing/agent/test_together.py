@@ -83,7 +83,7 @@ def test_where_no_thread_can_be_started_a_save_begins_at_its_turn(
     def refused(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("checkpointing.agent.writer.in_background", refused)
+    monkeypatch.setattr("checkpointing.commit.sharded_save.in_background", refused)
     leader, other = nodes
     share(leader, 0)
     share(other, 1)
@@ -334,8 +334,8 @@ def test_what_ranks_need_too_much_of_is_not_offered(nodes: tuple[Bench, Bench]) 
     leader, _ = nodes
     arena = share(leader, 0, 8, commit=False)
     leader.settle()
-    assert leader.resumption.offered() == [arena] and arena.together is not None
-    arena.together = replace(arena.together, in_memory=False)
+    assert leader.resumption.offered() == [arena] and arena.share is not None
+    arena.save = replace(arena.share, in_memory=False)
     assert leader.resumption.offered() == []
 
 

@@ -13,12 +13,13 @@ from chaos.stores import MemoryObjects
 
 from checkpointing.commit import replicated_save as split
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.protocol import StagedFile, commit_snapshot
+from checkpointing.commit.commit_steps import StagedFile
+from checkpointing.commit.protocol import commit_snapshot
 from checkpointing.commit.replicated_save import (
     LEAST_BYTES,
     MOST_PARTS,
+    ReplicatedCommit,
     ReplicatedSave,
-    SplitSave,
     is_split,
     write_portion,
 )
@@ -27,6 +28,7 @@ from checkpointing.format.digest import PART_BYTES, num_parts
 from checkpointing.format.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.format.shard_index import HeldFile, ShardParts
 from checkpointing.storage import Storage, open_storage
+from checkpointing.storage.base import Transaction
 from checkpointing.storage.object_storage import ObjectStorage
 
 INFO = SnapshotInfo("run", 1, 7, 2, 7)
@@ -55,16 +57,18 @@ def whole(data: bytes = DATA) -> HeldFile:
     return HeldFile("model", memoryview(data), lambda: ShardParts.of(memoryview(data)))
 
 
-def commit(storage: Storage, save: SplitSave, data: bytes = DATA, *, is_current: bool = True) -> Manifest:
+def commit(storage: Storage, save: ReplicatedCommit, data: bytes = DATA) -> Manifest:
     parts = ShardParts.of(memoryview(data))
     files = [
         StagedFile("model", [memoryview(data)], lambda: parts.digest),
         StagedFile("small", [memoryview(b"s")], lambda: ShardParts.of(memoryview(b"s")).digest),
     ]
-    return commit_snapshot(storage, INFO, files, split=save, is_current=lambda: is_current)
+    return commit_snapshot(storage, INFO, files, save=save)
 
 
-def both(storage: Storage, save: SplitSave, other: HeldFile) -> tuple[Manifest | BaseException, BaseException | None]:
+def both(
+    storage: Storage, save: ReplicatedCommit, other: HeldFile
+) -> tuple[Manifest | BaseException, BaseException | None]:
     """Run both nodes; return what the one that commits says, and the other's error."""
     with ThreadPoolExecutor(1) as pool:
         helping = pool.submit(write_portion, storage, INFO, ReplicatedSave("ab", 1, 2, ("model",)), [other])
@@ -84,7 +88,7 @@ def names_left(storage: Storage) -> list[str]:
 
 
 def test_both_write_and_one_commits(storage: Storage) -> None:
-    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
+    save = ReplicatedCommit(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     manifest, error = both(storage, save, whole())
     assert isinstance(manifest, Manifest) and error is None
     assert (save.gave_up, save.nodes_that_write) == (None, 2)
@@ -94,7 +98,7 @@ def test_both_write_and_one_commits(storage: Storage) -> None:
 
 def test_who_is_not_there_costs_time_only(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "PATIENCE_S", 0.1)
-    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
+    save = ReplicatedCommit(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     commit(storage, save)
     assert save.gave_up is not None and "has not written its part" in save.gave_up
     assert save.nodes_that_write == 1
@@ -106,7 +110,7 @@ def test_who_cannot_write_says_so(storage: Storage) -> None:
     def refuse() -> ShardParts:
         raise OSError(28, "No space left on device")
 
-    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
+    save = ReplicatedCommit(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     manifest, error = both(storage, save, HeldFile("model", memoryview(DATA), refuse))
     assert isinstance(manifest, Manifest) and isinstance(error, OSError)
     assert save.gave_up == "another node could not write its part: No space left on device"
@@ -117,14 +121,15 @@ def test_who_comes_late_reaches_nothing(storage: Storage, monkeypatch: pytest.Mo
     """Its memory may be damaged: not a byte of it may get into what is committed."""
     monkeypatch.setattr(split, "PATIENCE_S", 0.1)
     tokens: dict[str, str] = {}
-    began = SplitSave.begin
+    began = ReplicatedCommit.begin
 
-    def begin(self: SplitSave, transaction: object) -> None:
-        began(self, transaction)  # type: ignore[arg-type]
+    def begin(self: ReplicatedCommit, storage: Storage, info: SnapshotInfo) -> Transaction:
+        transaction = began(self, storage, info)
         tokens.update(self._tokens)
+        return transaction
 
-    monkeypatch.setattr(SplitSave, "begin", begin)
-    commit(storage, SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()]))
+    monkeypatch.setattr(ReplicatedCommit, "begin", begin)
+    commit(storage, ReplicatedCommit(ReplicatedSave("ab", 0, 2, ("model",)), [whole()]))
     late = storage.begin(7, 1, "ab", joins=True)
     with pytest.raises(OSError):
         late.write_parts("model", tokens["model"], 1, memoryview(b"damaged"))
@@ -132,7 +137,7 @@ def test_who_comes_late_reaches_nothing(storage: Storage, monkeypatch: pytest.Mo
 
 
 def test_other_bytes_are_found_and_are_not_in_the_checkpoint(storage: Storage) -> None:
-    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
+    save = ReplicatedCommit(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     manifest, error = both(storage, save, whole(DATA[:-1] + b"!"))
     assert isinstance(manifest, Manifest) and error is None
     assert save.gave_up is not None and "another node holds other bytes of model" in save.gave_up
@@ -141,10 +146,12 @@ def test_other_bytes_are_found_and_are_not_in_the_checkpoint(storage: Storage) -
 
 def test_a_report_without_a_file_is_none(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a disk its parts would be zeros."""
-    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
+    save = ReplicatedCommit(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     own = storage.begin(7, 1, "ab", joins=True)
     monkeypatch.setattr(
-        SplitSave, "write", _after(SplitSave.write, lambda: own.write_note(".split.1.json", b'{"files": {}}'))
+        ReplicatedCommit,
+        "write",
+        _after(ReplicatedCommit.write, lambda: own.write_note(".split.1.json", b'{"files": {}}')),
     )
     commit(storage, save)
     assert save.gave_up is not None and "other bytes" in save.gave_up
@@ -187,7 +194,7 @@ def test_a_place_that_cannot_do_it_after_all_gets_whole_files(
 
     monkeypatch.setattr(type(storage.begin(1, 1, "ab", joins=True)), method, refuse)
     monkeypatch.setattr(split, "PATIENCE_S", 0.1)
-    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
+    save = ReplicatedCommit(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     both(storage, save, whole()) if method == "close_split" else commit(storage, save)
     assert save.gave_up is not None and "Operation not supported" in save.gave_up
     Catalog(storage).verify(7)
@@ -195,8 +202,8 @@ def test_a_place_that_cannot_do_it_after_all_gets_whole_files(
 
 
 def test_a_node_without_parts_has_nothing_to_do(storage: Storage) -> None:
-    save = SplitSave(ReplicatedSave("ab", 1, 3, ("model",)), [whole()])
-    assert [len(save.split.portion(len(DATA), node)) for node in range(3)] == [0, 1, 1]
+    save = ReplicatedCommit(ReplicatedSave("ab", 1, 3, ("model",)), [whole()])
+    assert [len(save._save.portion(len(DATA), node)) for node in range(3)] == [0, 1, 1]
     assert write_portion(storage, INFO, ReplicatedSave("ab", 0, 3, ("model",)), [whole()])
     with ThreadPoolExecutor(1) as pool:
         helping = pool.submit(write_portion, storage, INFO, ReplicatedSave("ab", 2, 3, ("model",)), [whole()])
@@ -225,9 +232,9 @@ def test_a_part_that_is_sent_twice_counts_once(storage: Storage) -> None:
 
 
 def test_a_save_that_is_given_up_leaves_nothing(storage: Storage) -> None:
-    save = SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
+    save = ReplicatedCommit(ReplicatedSave("ab", 0, 2, ("model",)), [whole()])
     with pytest.raises(CommitFailed, match="quota"):
-        commit_snapshot(storage, INFO, [StagedFile("small", _refusing(), lambda: "")], split=save)
+        commit_snapshot(storage, INFO, [StagedFile("small", _refusing(), lambda: "")], save=save)
     assert names_left(storage) == []
 
 
@@ -239,7 +246,7 @@ def _refusing() -> Iterator[memoryview]:
 def test_a_node_that_writes_alone_lets_the_others_go_on(storage: Storage) -> None:
     with ThreadPoolExecutor(1) as pool:
         helping = pool.submit(write_portion, storage, INFO, ReplicatedSave("ab", 1, 2, ("model",)), [whole()])
-        commit(storage, SplitSave(ReplicatedSave("ab", 0, 2, ("model",)), []))
+        commit(storage, ReplicatedCommit(ReplicatedSave("ab", 0, 2, ("model",)), []))
         assert helping.result()
     Catalog(storage).verify(7)
 

@@ -17,15 +17,14 @@ from checkpointing.commit.sharded_save import (
     LAST_PATIENCE_S,
     LONGEST_S,
     PATIENCE_S,
+    ShardedCommit,
     ShardedSave,
-    await_shards,
-    begin_together,
     write_shards,
 )
 from checkpointing.errors import CommitFailed
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import FileEntry, Manifest, SnapshotInfo
-from checkpointing.format.shard_index import HeldFile, ShardParts, parts_name
+from checkpointing.format.shard_index import BEGUN_NAME, HeldFile, ShardParts, parts_name
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local_transaction import LocalTransaction
 from checkpointing.storage.object_storage import ObjectStorage
@@ -44,13 +43,20 @@ def storage(tmp_path: Path) -> LocalStorage:
 @pytest.fixture
 def transaction(storage: LocalStorage) -> LocalTransaction:
     """That of the node that commits, which has begun."""
-    transaction = begin_together(storage, INFO, SAVE).transaction
+    transaction = ShardedCommit(storage, INFO, SAVE).begin(storage, INFO)
     assert isinstance(transaction, LocalTransaction)
     return transaction
 
 
 def shard(parts: Callable[[], ShardParts] = lambda: PARTS) -> HeldFile:
     return HeldFile("shards/1.bin", memoryview(DATA), parts)
+
+
+def await_shards(transaction: LocalTransaction, is_current: bool = True, time: Time | None = None) -> list[FileEntry]:
+    """What the node that commits does once it has written its own."""
+    clocks = {"clock": time.clock, "sleep": time.sleep} if time is not None else {}
+    commit = ShardedCommit(LocalStorage(Path()), INFO, SAVE, is_current=lambda: is_current, **clocks)  # type: ignore[arg-type]
+    return commit.complete(transaction, ["shards/0.bin", "shards/index.json"])
 
 
 class Time:
@@ -74,7 +80,9 @@ def test_a_shard_that_another_node_has_written_is_part_of_the_checkpoint(
 ) -> None:
     assert write_shards(storage, INFO, SAVE, [shard()]) == len(DATA)
     note = PARTS.to_json()
-    assert await_shards(transaction, ["shards/1.bin"]) == [
+    begun = json.dumps({"save": "ab12"}).encode()
+    assert await_shards(transaction) == [
+        FileEntry(BEGUN_NAME, len(begun), digest_buffer(begun)),
         FileEntry("shards/1.bin", len(DATA), digest_buffer(DATA)),
         FileEntry("shards/1.parts.json", len(note), digest_buffer(note)),
     ]
@@ -89,7 +97,7 @@ def test_signs_of_life_are_waited_for_and_silence_is_not(transaction: LocalTrans
     for number in range(4):
         time.events.append((number * 25.0, functools.partial(alive, transaction, number)))
     with pytest.raises(CommitFailed, match=r"shards/1\.bin was not written: .* no sign of life for 30 s"):
-        await_shards(transaction, ["shards/1.bin"], clock=time.clock, sleep=time.sleep)
+        await_shards(transaction, time=time)
     assert 75 + PATIENCE_S <= time.now < 77 + PATIENCE_S
 
 
@@ -97,14 +105,14 @@ def test_a_node_that_lives_but_does_not_get_on_is_given_up(transaction: LocalTra
     time = Time()
     time.events = [(second * 20.0, functools.partial(alive, transaction, second)) for second in range(500)]
     with pytest.raises(CommitFailed, match=r"was not written within 36\d\d s, although its node lives|no sign of life"):
-        await_shards(transaction, ["shards/1.bin"], clock=time.clock, sleep=time.sleep)
+        await_shards(transaction, time=time)
     assert LONGEST_S <= time.now < LONGEST_S + 2
 
 
 def test_when_its_attempt_is_over_there_is_less_time(transaction: LocalTransaction) -> None:
     time = Time()
     with pytest.raises(CommitFailed, match=r"no other node has written anything here for 5 s. Do all nodes reach"):
-        await_shards(transaction, ["shards/1.bin"], lambda: False, clock=time.clock, sleep=time.sleep)
+        await_shards(transaction, False, time)
     assert time.now < LAST_PATIENCE_S + 1
 
 
@@ -127,7 +135,7 @@ def test_what_another_node_could_not_write_ends_the_save_at_once(
     with pytest.raises(CommitFailed, match=r"share of checkpoint-5 at .* could not be written: No space left"):
         write_shards(storage, INFO, SAVE, [shard()])
     with pytest.raises(CommitFailed, match=r"another node could not write shards/1\.bin: No space left on device"):
-        await_shards(transaction, ["shards/1.bin"])
+        await_shards(transaction)
 
 
 def test_digests_that_were_stored_are_not_replaced_by_a_later_error(
@@ -146,10 +154,8 @@ def test_digests_that_were_stored_are_not_replaced_by_a_later_error(
     assert transaction.read_note("shards/1.parts.json") == PARTS.to_json()
     # It could come after the checkpoint, and stay in it.
     assert b"error" not in (transaction.read_note("shards/1.state.json") or b"")
-    assert [entry.name for entry in await_shards(transaction, ["shards/1.bin"])] == [
-        "shards/1.bin",
-        "shards/1.parts.json",
-    ]
+    names = [entry.name for entry in await_shards(transaction)]
+    assert names == [BEGUN_NAME, "shards/1.bin", "shards/1.parts.json"]
 
 
 def test_a_checkpoint_that_was_committed_meanwhile_is_no_failure(
@@ -161,7 +167,7 @@ def test_a_checkpoint_that_was_committed_meanwhile_is_no_failure(
     def overtaken(self: LocalTransaction, name: str, data: bytes) -> None:
         write_note(self, name, data)
         if name == "shards/1.parts.json":
-            entries = await_shards(transaction, ["shards/1.bin"])
+            entries = await_shards(transaction)
             transaction.commit(Manifest(**asdict(INFO), created_at=0.0, files=tuple(entries)))
             raise FileNotFoundError(2, "No such file or directory")
 
@@ -172,7 +178,7 @@ def test_a_checkpoint_that_was_committed_meanwhile_is_no_failure(
 
 def test_a_node_writes_no_more_shards_of_a_save_that_was_given_up() -> None:
     storage = ObjectStorage(MemoryObjects())
-    transaction = begin_together(storage, INFO, SAVE).transaction
+    transaction = ShardedCommit(storage, INFO, SAVE).begin(storage, INFO)
 
     def given_up() -> ShardParts:
         transaction.abort()
@@ -188,7 +194,7 @@ def test_a_node_writes_no_more_shards_of_a_save_that_was_given_up() -> None:
 def test_digests_that_cannot_be_read_are_an_error(transaction: LocalTransaction, note: bytes) -> None:
     transaction.write_note("shards/1.parts.json", note)
     with pytest.raises(CommitFailed, match="cannot be read"):
-        await_shards(transaction, ["shards/1.bin"])
+        await_shards(transaction)
 
 
 def test_signs_of_life_end_with_the_digests_and_are_removed(
@@ -215,7 +221,7 @@ def test_signs_of_life_end_with_the_digests_and_are_removed(
     write_shards(storage, INFO, SAVE, [shard(parts)])
     assert all(b"alive" in note for note in seen)
     assert transaction.read_note(parts_name("shards/1.bin")) == PARTS.to_json()
-    await_shards(transaction, ["shards/1.bin"])
+    await_shards(transaction)
     assert transaction.read_note("shards/1.state.json") is None
 
 
@@ -246,14 +252,14 @@ def test_of_a_save_that_could_not_begin_nothing_is_left(storage: LocalStorage, m
     """The other nodes would write to it."""
     monkeypatch.setattr(LocalTransaction, "write_note", full)
     with pytest.raises(CommitFailed, match=r"checkpoint-5 at .* could not be begun: No space left"):
-        begin_together(storage, INFO, SAVE)
+        ShardedCommit(storage, INFO, SAVE).begin(storage, INFO)
     assert list(storage.root.iterdir()) == []
 
 
 def test_what_is_written_after_the_save_was_given_up_is_withdrawn() -> None:
     """In object storage, where nothing is a directory that could be gone."""
     storage = ObjectStorage(MemoryObjects())
-    transaction = begin_together(storage, INFO, SAVE).transaction
+    transaction = ShardedCommit(storage, INFO, SAVE).begin(storage, INFO)
 
     def given_up() -> ShardParts:
         transaction.abort()
