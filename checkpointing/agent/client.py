@@ -20,7 +20,7 @@ from checkpointing.agent.protocol import Guest, Message, Refusal
 from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.sharded_save import ShardedSave
-from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
+from checkpointing.commit.tiers import FIRST_STAGE, TrainingStage
 from checkpointing.errors import AgentDelayed, AgentUnavailable, StorageUnreachable, may_pass
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import shard_rank

@@ -8,7 +8,7 @@ from checkpointing.agent.events import Event, StageEntered
 from checkpointing.agent.resumption import Resumption
 from checkpointing.agent.scheduler import Scheduler
 from checkpointing.agent.writers import Writers
-from checkpointing.commit.training_stage import TrainingStage
+from checkpointing.commit.tiers import TrainingStage
 from checkpointing.host.heartbeat import CommitReport, ControlPage
 
 

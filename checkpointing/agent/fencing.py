@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from checkpointing.agent.events import FencedEvent, TierUnreachable
-from checkpointing.agent.reporting import text_of
-from checkpointing.agent.results import Report
+from checkpointing.agent.reporting import Report, text_of
 from checkpointing.commit.catalog import Catalog, CatalogEntry
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import Fenced

@@ -20,8 +20,7 @@ from checkpointing.agent.events import (
     SnapshotDamaged,
 )
 from checkpointing.agent.fencing import Fencer
-from checkpointing.agent.reporting import Clock, progress_reporter, text_of
-from checkpointing.agent.results import PortionEnded, Report, SharesWritten
+from checkpointing.agent.reporting import Clock, PortionEnded, Report, SharesWritten, progress_reporter, text_of
 from checkpointing.commit.commit_steps import CommitSteps, StagedFile
 from checkpointing.commit.protocol import commit_snapshot
 from checkpointing.commit.reading import pieces_of

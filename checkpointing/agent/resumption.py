@@ -9,7 +9,7 @@ from typing import Any
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
 from checkpointing.agent.events import Event, SnapshotDamaged, SnapshotDropped
 from checkpointing.agent.fencing import Fencing
-from checkpointing.agent.results import stamped
+from checkpointing.agent.reporting import stamped
 from checkpointing.agent.scheduler import Scheduler
 from checkpointing.agent.writers import Writers
 from checkpointing.commit.catalog import CatalogEntry

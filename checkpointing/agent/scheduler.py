@@ -18,8 +18,7 @@ from checkpointing.agent.events import (
     SnapshotTaken,
 )
 from checkpointing.agent.protocol import Guest, Refusal
-from checkpointing.agent.reporting import Clock
-from checkpointing.agent.results import Result, SharesWritten, stamped
+from checkpointing.agent.reporting import Clock, Result, SharesWritten, stamped
 from checkpointing.agent.writers import Writers
 from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.sharded_save import ShardedSave

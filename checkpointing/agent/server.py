@@ -32,7 +32,7 @@ from checkpointing.agent.current_attempt import CurrentAttempt
 from checkpointing.agent.events import Committed, Event, MemoryShort
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Guest, Message, Refusal
-from checkpointing.agent.results import FenceAnswered, Report, Result, stamped_announcement
+from checkpointing.agent.reporting import FenceAnswered, Report, Result, stamped_announcement
 from checkpointing.agent.resumption import Resumption, described
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
 from checkpointing.agent.writer import Writer
@@ -40,8 +40,7 @@ from checkpointing.agent.writers import MakeWorker, Writers
 from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.sharded_save import ShardedSave
-from checkpointing.commit.tiers import Tiers
-from checkpointing.commit.training_stage import TrainingStage
+from checkpointing.commit.tiers import Tiers, TrainingStage
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.host.heartbeat import CommitReport, ControlPage
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.events import CheckpointQuarantined, CommitFailedEvent, Committed
 from checkpointing.agent.publisher import Outcome, Publisher, committed_at
-from checkpointing.agent.reporting import Clock, text_of
-from checkpointing.agent.results import Report, UploadEnded
+from checkpointing.agent.reporting import Clock, Report, UploadEnded, text_of
 from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.commit.catalog import verify
 from checkpointing.commit.commit_steps import StagedFile

@@ -17,10 +17,17 @@ from checkpointing.agent.arenas import Arena
 from checkpointing.agent.events import CommitFailedEvent, Fetched, FetchFailed, SnapshotDropped
 from checkpointing.agent.fencing import Fencer, Fencing
 from checkpointing.agent.publisher import Publisher
-from checkpointing.agent.reporting import Clock, RetryCounter, progress_reporter, text_of
-from checkpointing.agent.results import Digested, FenceAnswered, PortionEnded, Report
-from checkpointing.agent.sidecar_writer import SidecarWriter
-from checkpointing.agent.tasks import TaskThread, one_by_one
+from checkpointing.agent.reporting import (
+    Clock,
+    Digested,
+    FenceAnswered,
+    PortionEnded,
+    Report,
+    RetryCounter,
+    progress_reporter,
+    text_of,
+)
+from checkpointing.agent.tasks import SidecarWriter, TaskThread, one_by_one
 from checkpointing.agent.uploader import Uploader
 from checkpointing.commit.catalog import CatalogEntry
 from checkpointing.commit.reading import pieces_of

@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable
 
 from checkpointing.agent.arenas import Arena
-from checkpointing.agent.results import Report, Result, stamped
+from checkpointing.agent.reporting import Report, Result, stamped
 from checkpointing.agent.writer import Writer
-from checkpointing.commit.tiers import Tiers
-from checkpointing.commit.training_stage import FIRST_STAGE, STAGE_NAME, TrainingStage
+from checkpointing.commit.tiers import FIRST_STAGE, STAGE_NAME, Tiers, TrainingStage
 
 MakeWorker = Callable[[Tiers, Report, bool], Writer]
 

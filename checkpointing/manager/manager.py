@@ -33,9 +33,8 @@ from checkpointing.host.environment import rank_settings
 from checkpointing.host.failpoints import failpoint
 from checkpointing.host.heartbeat import Phase
 from checkpointing.manager import stop_signal
-from checkpointing.manager.agent_connection import AgentConnection
 from checkpointing.manager.data_positions import DataPositions
-from checkpointing.manager.node_services import Connect, NodeServices
+from checkpointing.manager.node_services import AgentConnection, Connect, NodeServices
 from checkpointing.manager.options import Options
 from checkpointing.manager.restoring import Restoring
 from checkpointing.manager.slow_ranks import SpeedComparison, compare_speeds

@@ -13,8 +13,8 @@ from checkpointing.state.adapter import Adapter
 from checkpointing.state.ddp_buckets import DdpBuckets
 from checkpointing.state.kinds import kind_of
 from checkpointing.state.kinds.state_kind import StateKind
+from checkpointing.state.param_names import is_wrapped, unwrapped
 from checkpointing.state.train_state import TrainState, hooks_with_memory
-from checkpointing.state.wrappers import is_wrapped, unwrapped
 
 logger = logging.getLogger("checkpointing")
 

@@ -24,9 +24,8 @@ from checkpointing.format.manifest import MANIFEST_NAME
 from checkpointing.host.environment import read_patience_s
 from checkpointing.process.ranks import Ranks
 from checkpointing.resume.doubts import Condemned, Doubts
-from checkpointing.resume.memory_shards import HeldShards, newest_attempt, resumable, shares_by_step
+from checkpointing.resume.memory_shards import HeldShards, connect, newest_attempt, resumable, shares_by_step
 from checkpointing.resume.peer_state import Held, NoMemory, Offer, PeerState, held_by_nodes
-from checkpointing.resume.shard_exchange import connect
 from checkpointing.resume.verified_read import BufferCache, DigestShares, altered_files, read_verified
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER

@@ -29,7 +29,7 @@ from checkpointing.format.manifest import SnapshotInfo, missing_member
 from checkpointing.format.shard_index import FOLDER, INDEX_NAME
 from checkpointing.host.failpoints import failpoint
 from checkpointing.process import rng
-from checkpointing.state.rank_files import OBJECTS
+from checkpointing.state.replicas import OBJECTS
 from checkpointing.storage import Storage
 
 # Model and optimizer are verified at the same time.

@@ -33,8 +33,7 @@ from checkpointing.snapshot.copy_thread import Copy
 from checkpointing.snapshot.direct_commit import DirectCommit
 from checkpointing.snapshot.request import PendingSnapshot, SmallFile, SnapshotRequest
 from checkpointing.state.captured_state import CapturedState, completed
-from checkpointing.state.rank_files import differing_buffers, own_objects
-from checkpointing.state.replicas import ReplicaComparison
+from checkpointing.state.replicas import ReplicaComparison, differing_buffers, own_objects
 from checkpointing.state.samples import is_gone, listed
 from checkpointing.state.tensor_fingerprint import FINITE_TYPES, FiniteLook, SourceSum
 

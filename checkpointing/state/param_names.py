@@ -1,8 +1,9 @@
-"""Names of parameters in an optimizer's state dict, by which it is found where the order is another one."""
+"""Names of parameters: without those of wrappers, and in an optimizer's state dict, whose order they tell."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -80,3 +81,26 @@ def matched_to(optimizer: Any, model: torch.nn.Module, state: Mapping[str, Any])
     matched = matched_by_name(state, orders, named=named, frozen=frozen)
     check_shapes(optimizer, matched)
     return matched
+
+
+def is_wrapped(model: object) -> bool:
+    """Return whether a model is in the wrapper of DDP or of torch.compile."""
+    return isinstance(model, torch.nn.parallel.DistributedDataParallel) or _is_compiled(model)
+
+
+def unwrapped(model: Any) -> Any:
+    """Return what is in the wrapper of DDP or of torch.compile, which may be another wrapper."""
+    return model._orig_mod if _is_compiled(model) else model.module
+
+
+def innermost(model: Any) -> Any:
+    """Return what is in all of these wrappers."""
+    while is_wrapped(model):
+        model = unwrapped(model)
+    return model
+
+
+def _is_compiled(model: object) -> bool:
+    # Nothing is compiled before this is imported, which takes a second.
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return module is not None and isinstance(model, module.OptimizedModule)

@@ -20,7 +20,7 @@ from checkpointing.files.fragments import is_partitioned
 from checkpointing.files.sharding import gathered
 from checkpointing.host.environment import rank_settings
 from checkpointing.process import device
-from checkpointing.state.wrappers import innermost
+from checkpointing.state.param_names import innermost
 from checkpointing.storage.durable import fsync_directory, fsync_tree, replace_file
 from checkpointing.transformers import load_best, resilient
 from runner.config.load import load_config

@@ -11,7 +11,7 @@ from helpers.small_training import Arenas
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.agent.events import Event
 from checkpointing.commit.retention import Retention
-from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
+from checkpointing.commit.tiers import FIRST_STAGE, TrainingStage
 from checkpointing.host.environment import RankSettings
 from checkpointing.host.heartbeat import ControlPage, Heartbeat
 from checkpointing.manager.manager import CheckpointManager

@@ -10,7 +10,7 @@ from chaos.stores import MemoryObjects
 from checkpointing.agent.arenas import Arena, ArenaPool
 from checkpointing.agent.events import Event
 from checkpointing.agent.protocol import Refusal
-from checkpointing.agent.results import Report, Result
+from checkpointing.agent.reporting import Report, Result
 from checkpointing.agent.resumption import Resumption
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
 from checkpointing.agent.writer import Writer

@@ -12,7 +12,7 @@ from unit.checkpointing.agent.doubles import Store, UnthreadedWorker, save
 from checkpointing.agent import protocol
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
-from checkpointing.agent.results import Report
+from checkpointing.agent.reporting import Report
 from checkpointing.agent.server import Agent
 from checkpointing.commit.catalog import Catalog
 from checkpointing.commit.tiers import Tiers

@@ -8,7 +8,7 @@ from unit.checkpointing.agent.doubles import Bench, save
 from checkpointing.agent.arenas import ArenaState
 from checkpointing.agent.current_attempt import CurrentAttempt
 from checkpointing.agent.events import SnapshotDropped, StageEntered
-from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
+from checkpointing.commit.tiers import FIRST_STAGE, TrainingStage
 from checkpointing.host.heartbeat import CommitReport, ControlPage, Heartbeat, Phase
 
 SECOND = TrainingStage("stage-2-dpo", 2, 20)

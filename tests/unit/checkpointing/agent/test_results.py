@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from checkpointing.agent.events import Committed, TierUnreachable
-from checkpointing.agent.results import Digested, stamped, stamped_announcement
-from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
+from checkpointing.agent.reporting import Digested, stamped, stamped_announcement
+from checkpointing.commit.tiers import FIRST_STAGE, TrainingStage
 
 SECOND = TrainingStage("stage-2-dpo", 2, 20)
 

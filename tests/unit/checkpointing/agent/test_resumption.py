@@ -11,8 +11,7 @@ from unit.checkpointing.agent.doubles import STATE, Bench, save
 from checkpointing.agent.arenas import ArenaState
 from checkpointing.agent.events import Fetched, FetchFailed, SnapshotDamaged
 from checkpointing.agent.resumption import described
-from checkpointing.commit.tiers import Tiers
-from checkpointing.commit.training_stage import TrainingStage
+from checkpointing.commit.tiers import Tiers, TrainingStage
 from checkpointing.format.digest import digest_buffer
 from checkpointing.storage import open_storage
 

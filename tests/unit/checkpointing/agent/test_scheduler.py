@@ -10,7 +10,7 @@ from checkpointing.agent.events import SnapshotDropped, SnapshotSkipped, Snapsho
 from checkpointing.agent.protocol import Refusal
 from checkpointing.agent.scheduler import ArenaRequest
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.training_stage import TrainingStage
+from checkpointing.commit.tiers import TrainingStage
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from unit.checkpointing.agent.doubles import STATE, Bench, two_tiers
 
 from checkpointing.agent.arenas import Arena, ArenaState
 from checkpointing.agent.events import CommitFailedEvent, Committed
-from checkpointing.agent.results import Digested, PortionEnded, Result
+from checkpointing.agent.reporting import Digested, PortionEnded, Result
 from checkpointing.agent.scheduler import SnapshotContent
 from checkpointing.commit import replicated_save as split
 from checkpointing.commit.catalog import Catalog

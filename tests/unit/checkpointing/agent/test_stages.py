@@ -15,9 +15,9 @@ from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Refusal
 from checkpointing.commit.catalog import Catalog
 from checkpointing.commit.retention import Retention
-from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage, TrainingStages
+from checkpointing.commit.tiers import FIRST_STAGE, TrainingStage, TrainingStages
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
-from checkpointing.manager import agent_connection
+from checkpointing.manager import node_services
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.storage import LocalStorage
 
@@ -123,9 +123,9 @@ def test_only_the_runs_first_training_starts_from_another_checkpoint(
         own.close()
         return start
 
-    monkeypatch.setattr(agent_connection, "STAGES", TrainingStages())
+    monkeypatch.setattr(node_services, "STAGES", TrainingStages())
     train(str(tmp_path / "before"), 3)
-    monkeypatch.setattr(agent_connection, "STAGES", TrainingStages())
+    monkeypatch.setattr(node_services, "STAGES", TrainingStages())
     # What `runner start --resume-from` sets for its ranks.
     resume_from = str(tmp_path / "before" / "checkpoint-3")
     monkeypatch.setenv(SETTINGS_ENV, RankSettings(location=str(tmp_path / "run"), resume_from=resume_from).to_json())

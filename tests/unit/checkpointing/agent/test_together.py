@@ -11,7 +11,7 @@ from unit.checkpointing.agent.doubles import STATE, Bench, save
 from checkpointing.agent.arenas import Arena, ArenaState
 from checkpointing.agent.events import CommitFailedEvent, Committed, SnapshotDropped
 from checkpointing.agent.protocol import Guest, Refusal
-from checkpointing.agent.results import Digested, SharesWritten
+from checkpointing.agent.reporting import Digested, SharesWritten
 from checkpointing.agent.resumption import described
 from checkpointing.agent.scheduler import SnapshotContent
 from checkpointing.commit import sharded_save as together

@@ -10,7 +10,7 @@ from unit.checkpointing.agent.doubles import STATE, Bench, Reports, Store, save,
 from checkpointing.agent.events import CheckpointQuarantined, CommitFailedEvent, Committed
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
-from checkpointing.agent.results import UploadEnded
+from checkpointing.agent.reporting import UploadEnded
 from checkpointing.agent.uploader import Uploader
 from checkpointing.commit.catalog import Catalog
 from checkpointing.commit.retention import Retention

@@ -9,7 +9,7 @@ import pytest
 from chaos.stores import MemoryObjects
 
 from checkpointing.agent.events import RestartStateFailed, StorageRetried
-from checkpointing.agent.results import Result
+from checkpointing.agent.reporting import Result
 from checkpointing.agent.writer import Writer
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers, open_tiers

@@ -6,10 +6,9 @@ import pytest
 from unit.checkpointing.agent.doubles import Reports, UnthreadedWorker
 
 from checkpointing.agent.events import Committed
-from checkpointing.agent.results import Digested, Report
+from checkpointing.agent.reporting import Digested, Report
 from checkpointing.agent.writers import Writers
-from checkpointing.commit.tiers import Tiers
-from checkpointing.commit.training_stage import FIRST_STAGE, TrainingStage
+from checkpointing.commit.tiers import FIRST_STAGE, Tiers, TrainingStage
 from checkpointing.storage import open_storage
 
 SECOND = TrainingStage("stage-2-dpo", 2, 20)

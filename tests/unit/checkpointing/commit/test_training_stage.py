@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointing.commit.training_stage import FIRST_STAGE, STAGE_NAME, TrainingStage, TrainingStages
+from checkpointing.commit.tiers import FIRST_STAGE, STAGE_NAME, TrainingStage, TrainingStages
 
 
 def test_under_a_supervisor_each_location_is_a_stage_in_the_order_of_use() -> None:

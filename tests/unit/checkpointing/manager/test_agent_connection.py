@@ -12,11 +12,11 @@ from helpers.thread_ranks import run_ranks
 
 from checkpointing.agent.options import AgentOptions
 from checkpointing.commit.retention import Retention
-from checkpointing.commit.training_stage import TrainingStages
+from checkpointing.commit.tiers import TrainingStages
 from checkpointing.errors import AgentUnavailable, CheckpointError
 from checkpointing.host.environment import RankSettings
-from checkpointing.manager import agent_connection
-from checkpointing.manager.agent_connection import AgentConnection
+from checkpointing.manager import node_services
+from checkpointing.manager.node_services import AgentConnection
 from checkpointing.manager.options import Options
 from checkpointing.process.ranks import Ranks
 from checkpointing.snapshot.cadence import Cadence
@@ -47,7 +47,7 @@ class Agents:
 
 @pytest.fixture(autouse=True)
 def fresh_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_connection, "STAGES", TrainingStages())
+    monkeypatch.setattr(node_services, "STAGES", TrainingStages())
 
 
 def options(location: Path, settings: RankSettings | None = None) -> Options:

@@ -8,7 +8,7 @@ from checkpointing.commit.commit_steps import StagedFile
 from checkpointing.commit.protocol import commit_snapshot
 from checkpointing.format.digest import RunningDigest, digesting
 from checkpointing.format.manifest import SnapshotInfo
-from checkpointing.manager.agent_connection import location_notice
+from checkpointing.manager.node_services import location_notice
 from checkpointing.storage import LocalStorage
 
 

@@ -10,7 +10,7 @@ import torch
 from helpers.small_checkpoint import network, snapshot, write_checkpoint
 from unit.checkpointing.doubles import Connection, manager, options
 
-from checkpointing.commit.training_stage import TrainingStage
+from checkpointing.commit.tiers import TrainingStage
 from checkpointing.errors import CheckpointError
 from checkpointing.host.environment import RankSettings
 from checkpointing.host.heartbeat import Phase

@@ -18,8 +18,7 @@ from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import INDEX_NAME, Piece, shard_name
 from checkpointing.process.ranks import Ranks
-from checkpointing.resume.memory_shards import HeldShards
-from checkpointing.resume.shard_exchange import ShardExchange, connect
+from checkpointing.resume.memory_shards import HeldShards, ShardExchange, connect
 
 FAULTS: list[str] = []
 

@@ -7,7 +7,7 @@ from helpers.thread_ranks import run_ranks
 
 from checkpointing.format.layout import EXTRA_STATE_NAME, OPTIONS_NAME, SCHEDULER_NAME
 from checkpointing.process.ranks import Ranks
-from checkpointing.state.rank_files import OBJECTS, differing_buffers, numbers_of, own_objects
+from checkpointing.state.replicas import OBJECTS, differing_buffers, numbers_of, own_objects
 
 
 def test_objects_are_compared_by_their_bytes_also_where_a_rank_has_none() -> None:

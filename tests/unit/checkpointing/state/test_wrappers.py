@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpointing.state.wrappers import innermost, is_wrapped, unwrapped
+from checkpointing.state.param_names import innermost, is_wrapped, unwrapped
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from helpers.command_line import run_command
 
 from checkpointing.commit.commit_steps import StagedFile
 from checkpointing.commit.protocol import commit_snapshot
-from checkpointing.commit.training_stage import TrainingStage
+from checkpointing.commit.tiers import TrainingStage
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.host import locking
