@@ -9,7 +9,7 @@ from typing import Any
 from runner.config import trainer_options
 from runner.config.variables import CONFIG_VARIABLES
 from scripts.reference.job_schema import sections
-from scripts.reference.markdown import code, page, table, wrap
+from scripts.reference.markdown import code, item, page, table, wrap
 
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -32,17 +32,14 @@ def _blocks() -> Iterator[str]:
     yield code("# yaml-language-server: $schema=PATH/job.schema.json", "yaml")
     top = sections()
     yield "## Top level"
-    for name, schema in top.items():
-        if "properties" not in schema:
-            yield from _key(name, schema)
+    yield "\n".join(_key(name, schema) for name, schema in top.items() if "properties" not in schema)
     for name, schema in top.items():
         if name == "trainer":
             yield from _trainer(schema)
         elif "properties" in schema:
             yield f"## {name}"
             yield wrap(schema["description"])
-            for key, child in schema["properties"].items():
-                yield from _key(f"{name}.{key}", child)
+            yield "\n".join(_key(f"{name}.{key}", child) for key, child in schema["properties"].items())
     yield "## Environment variables"
     yield wrap(
         "A variable that is set and not empty overrides its key in the YAML file. Of several variables for the same "
@@ -52,15 +49,13 @@ def _blocks() -> Iterator[str]:
     yield table(["variable", "key"], ([f"`{variable}`", f"`{key}`"] for variable, key in CONFIG_VARIABLES.items()))
 
 
-def _key(name: str, schema: dict[str, Any]) -> Iterator[str]:
-    yield f"### {name}"
+def _key(name: str, schema: dict[str, Any]) -> str:
     facts = [_kind(schema)]
     if "default" in schema:
         facts.append(f"default `{_yaml(schema['default'])}`")
     if "examples" in schema:
         facts.append(f"for example `{_yaml(schema['examples'][0])}`")
-    yield " · ".join(facts)
-    yield wrap(schema["description"])
+    return item(f"`{name}` ({', '.join(facts)}): {schema['description']}")
 
 
 def _trainer(schema: dict[str, Any]) -> Iterator[str]:

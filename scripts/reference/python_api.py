@@ -117,7 +117,7 @@ def _sections(docstring: Any) -> Iterator[str]:
                 yield paragraphs(section.value)
             case "parameters" | "attributes":
                 yield "Arguments:" if section.kind.value == "parameters" else "Attributes:"
-                yield "\n".join(item(f"{_quoted(one.name)}: {_text(one)}") for one in section.value)
+                yield _parameters(section.value)
             case "returns" | "yields":
                 yield f"{section.kind.value.capitalize()}:"
                 yield "\n".join(item(_text(one)) for one in section.value)
@@ -129,6 +129,14 @@ def _sections(docstring: Any) -> Iterator[str]:
                     yield code(text, "python") if kind.value == "examples" else paragraphs(text)
             case kind:
                 raise AssertionError(f"a docstring section {kind!r} has no format here")
+
+
+def _parameters(parameters: Any) -> str:
+    """Format parameters as a list; those with the same text share an item."""
+    names: dict[str, list[str]] = {}
+    for one in parameters:
+        names.setdefault(_text(one), []).append(_quoted(one.name))
+    return "\n".join(item(f"{', '.join(quoted)}: {text}") for text, quoted in names.items())
 
 
 def _quoted(names: str) -> str:

@@ -39,11 +39,13 @@ def page(document: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     strategies = {name: cells for name, cells in cases.items() if name.startswith("strategies/")}
     others = {name: cells for name, cells in cases.items() if name not in strategies}
+    identical = {name: cells for name, cells in others.items() if _kinds(cells) == {"identical"}}
+    further = {name: cells for name, cells in others.items() if name not in identical}
     lines = [
         "# Compatibility",
         "",
         "Written by `scripts/compatibility`. Each case trains for some steps on gloo and CPUs: once without a failure,",
-        "and once killed with SIGKILL and restarted. A column is a number of ranks; `-` was not tried.",
+        "and once killed with SIGKILL and restarted. A number over a column is one of ranks; `-` was not tried.",
         "",
         "- *identical*: batches, losses, final parameters and buffers, optimizer, scheduler and generator states are",
         "  equal bit for bit. For trainers, batches and final parameters are also equal to those without `resilient`.",
@@ -61,7 +63,13 @@ def page(document: dict[str, Any]) -> str:
         "",
         "## Jobs",
         "",
-        *_table(others),
+        f"{len(identical)} of {len(others)} are identical. A case is named `GROUP/CASE`.",
+        "",
+        *_groups(identical),
+        "",
+        "## Jobs that are refused or differ",
+        "",
+        *_table(further),
     ]
     return "\n".join(lines) + "\n"
 
@@ -74,6 +82,20 @@ def _table(cases: dict[str, dict[str, Any]]) -> list[str]:
         notes = dict.fromkeys(one["note"] for one in cells.values() if one["note"])
         lines.append(f"| {name} | {' | '.join(kinds)} | {'; '.join(notes)} |")
     return lines
+
+
+def _groups(cases: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a table with a row for the cases of a group that were run on the same numbers of ranks."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(cases):
+        group, _, rest = name.partition("/")
+        rows.setdefault((group, ", ".join(sorted(cases[name], key=int))), []).append(rest)
+    lines = ["| group | ranks | cases |", "|---|---|---|"]
+    return lines + [f"| {group} | {ranks} | {' · '.join(names)} |" for (group, ranks), names in rows.items()]
+
+
+def _kinds(cells: dict[str, Any]) -> set[str]:
+    return {one["kind"] for one in cells.values()}
 
 
 def cell(text: str) -> str:

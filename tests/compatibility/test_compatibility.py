@@ -1,6 +1,6 @@
 """The compatibility table: a few cases by default, one for each kind of behaviour and then all of it in `soak`.
 
-`scripts/compatibility` runs all of it, too, and writes docs/compatibility.md.
+`scripts/compatibility` runs all of it, too, and writes docs/reference/compatibility.md.
 """
 
 from __future__ import annotations
