@@ -25,9 +25,9 @@ def render() -> str:
             "`journal.jsonl` in the folder of a run has one JSON object per line. Every line has `time` (seconds "
             "since the epoch), `event` (a name below) and `attempt` (number of the newest attempt, 0 before the first "
             "one). Fields without a value are absent. `step` is an optimizer step, counted within its stage, unless "
-            "the event says otherwise. In a script that trains several times, events of a later training also have `stage` "
-            "(its name) and `run_step` (its `step` counted over all of them). Readers must ignore names and fields "
-            "that they do not know. Older versions wrote `checkpoint_set_aside` for `checkpoint_quarantined`, "
+            "the event says otherwise. In a script that trains several times, events of a later training also have "
+            "`stage` (its name) and `run_step` (its `step` counted over all of them). Readers must ignore names and "
+            "fields that they do not know. Older versions wrote `checkpoint_set_aside` for `checkpoint_quarantined`, "
             "`note_failed` for `restart_state_failed`, and the field `from` of `resumed` for `source`."
         )
     ]
