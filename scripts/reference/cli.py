@@ -9,7 +9,7 @@ import click
 
 from runner.cli.main import cli
 from runner.cli.options import config_options
-from scripts.reference.markdown import code, item, page, paragraphs, wrap
+from scripts.reference.markdown import item, page, paragraphs, wrap
 
 
 def render() -> str:
@@ -55,7 +55,7 @@ def _is_configured(command: click.Command) -> bool:
 def _command(command: click.Command, parent: click.Context) -> Iterator[str]:
     context = click.Context(command, info_name=command.name, parent=parent)
     yield f"## {context.command_path}" if parent.parent is None else f"### {context.command_path}"
-    yield code(" ".join([context.command_path, *command.collect_usage_pieces(context)]))
+    yield f"`{' '.join([context.command_path, *command.collect_usage_pieces(context)])}`"
     yield paragraphs(command.help or "")
     if isinstance(command, click.Group):
         for child in command.commands.values():

@@ -43,10 +43,17 @@ def _blocks() -> Iterator[str]:
     yield "## Environment variables"
     yield wrap(
         "A variable that is set and not empty overrides its key in the YAML file. Of several variables for the same "
-        "key the last one in this table counts. Other variables (NCCL_*, TORCH_*, CUDA_*, HF_*, OMP_NUM_THREADS, "
+        "key the last one counts. Other variables (NCCL_*, TORCH_*, CUDA_*, HF_*, OMP_NUM_THREADS, "
         "GLOO_SOCKET_IFNAME) are passed on to the ranks."
     )
-    yield table(["variable", "key"], ([f"`{variable}`", f"`{key}`"] for variable, key in CONFIG_VARIABLES.items()))
+    yield table(["key", "variables"], _variables())
+
+
+def _variables() -> list[list[str]]:
+    of_keys: dict[str, list[str]] = {}
+    for variable, key in CONFIG_VARIABLES.items():
+        of_keys.setdefault(key, []).append(f"`{variable}`")
+    return [[f"`{key}`", ", ".join(variables)] for key, variables in of_keys.items()]
 
 
 def _key(name: str, schema: dict[str, Any]) -> str:

@@ -39,7 +39,11 @@ def render() -> str:
 
 
 def _examples() -> list[list[str]]:
-    return [[f"`{kind.value}`", f"`{example.strip()}`"] for kind in FailureKind for example in kind.rule.examples]
+    return [
+        [f"`{kind.value}`", " · ".join(f"`{example.strip()}`" for example in kind.rule.examples)]
+        for kind in FailureKind
+        if kind.rule.examples
+    ]
 
 
 def _exit_code(rule: Rule) -> str:

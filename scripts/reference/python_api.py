@@ -111,32 +111,32 @@ def _default(value: Any, function: Any) -> str:
 
 
 def _sections(docstring: Any) -> Iterator[str]:
+    """Yield the text, then one list of the arguments, the result, and the errors."""
+    items: list[str] = []
     for section in docstring.parse("google", warnings=False):
         match section.kind.value:
             case "text":
                 yield paragraphs(section.value)
             case "parameters" | "attributes":
-                yield "Arguments:" if section.kind.value == "parameters" else "Attributes:"
-                yield _parameters(section.value)
+                items += _parameters(section.value)
             case "returns" | "yields":
-                yield f"{section.kind.value.capitalize()}:"
-                yield "\n".join(item(_text(one)) for one in section.value)
+                items += [item(f"{section.kind.value.capitalize()}: {_text(one)}") for one in section.value]
             case "raises":
-                yield "Raises:"
-                yield "\n".join(item(f"`{one.annotation}`: {_text(one)}") for one in section.value)
+                items += [item(f"Raises `{one.annotation}`: {_text(one)}") for one in section.value]
             case "examples":
                 for kind, text in section.value:
                     yield code(text, "python") if kind.value == "examples" else paragraphs(text)
             case kind:
                 raise AssertionError(f"a docstring section {kind!r} has no format here")
+    yield "\n".join(items)
 
 
-def _parameters(parameters: Any) -> str:
-    """Format parameters as a list; those with the same text share an item."""
+def _parameters(parameters: Any) -> list[str]:
+    """Return a list item for each parameter; those with the same text share one."""
     names: dict[str, list[str]] = {}
     for one in parameters:
         names.setdefault(_text(one), []).append(_quoted(one.name))
-    return "\n".join(item(f"{', '.join(quoted)}: {text}") for text, quoted in names.items())
+    return [item(f"{', '.join(quoted)}: {text}") for text, quoted in names.items()]
 
 
 def _quoted(names: str) -> str:
