@@ -39,8 +39,6 @@ def page(document: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     strategies = {name: cells for name, cells in cases.items() if name.startswith("strategies/")}
     others = {name: cells for name, cells in cases.items() if name not in strategies}
-    identical = {name: cells for name, cells in others.items() if _kinds(cells) == {"identical"}}
-    further = {name: cells for name, cells in others.items() if name not in identical}
     lines = [
         "# Compatibility",
         "",
@@ -59,19 +57,23 @@ def page(document: dict[str, Any]) -> str:
         "Undisturbed twice, and killed after steps 1, 2, 3 and 8. `LoRA`: layers that stay as they are, with small",
         "ones that are trained.",
         "",
-        *_table(strategies),
+        *_tables(strategies),
         "",
         "## Jobs",
         "",
-        f"{len(identical)} of {len(others)} are identical. A case is named `GROUP/CASE`.",
-        "",
-        *_groups(identical),
-        "",
-        "## Jobs that are refused or differ",
-        "",
-        *_table(further),
+        *_tables(others),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _tables(cases: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a short table of the cases that are identical on all numbers of ranks, and one of the others."""
+    identical = {
+        name: cells for name, cells in cases.items() if {one["kind"] for one in cells.values()} == {"identical"}
+    }
+    further = {name: cells for name, cells in cases.items() if name not in identical}
+    lines = [f"{len(identical)} of {len(cases)} are identical. A case is named `GROUP/CASE`.", "", *_groups(identical)]
+    return [*lines, "", "The others:", "", *_table(further)] if further else lines
 
 
 def _table(cases: dict[str, dict[str, Any]]) -> list[str]:
@@ -92,10 +94,6 @@ def _groups(cases: dict[str, dict[str, Any]]) -> list[str]:
         rows.setdefault((group, ", ".join(sorted(cases[name], key=int))), []).append(rest)
     lines = ["| group | ranks | cases |", "|---|---|---|"]
     return lines + [f"| {group} | {ranks} | {' · '.join(names)} |" for (group, ranks), names in rows.items()]
-
-
-def _kinds(cells: dict[str, Any]) -> set[str]:
-    return {one["kind"] for one in cells.values()}
 
 
 def cell(text: str) -> str:
