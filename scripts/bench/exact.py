@@ -19,10 +19,7 @@ from common import command_line, machine, make_parser, scratch_folder, spread, t
 
 PAGE = "exact.md"
 SOURCE = """\
-[The method](../design/architecture.md#virtual-ranks) is that of EasyScale (Li et al., SC '23,
-[arXiv:2208.14228](https://arxiv.org/abs/2208.14228)): a fixed number of logical ranks, whose gradients are added in a
-fixed order. New here are the tree, by which a rank adds up what it can before it sends one gradient for all of its
-logical ranks, with the volume of a ring all-reduce, and the self-test, which names what cannot be exact.
+The method, and what is new in it: [virtual ranks](../design/architecture.md#virtual-ranks).
 """
 WORKER = Path(__file__).with_name("exact_worker.py")
 
