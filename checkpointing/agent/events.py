@@ -200,7 +200,7 @@ class StageEntered(Event, name="stage"):
 
     Attributes:
         stage: Name of the stage.
-        number: Its number, from 0.
+        number: Its number, from 1.
         steps_before: Steps of all stages before it.
     """
 
