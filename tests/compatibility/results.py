@@ -43,7 +43,7 @@ def page(document: dict[str, Any]) -> str:
         "# Compatibility",
         "",
         "Written by `scripts/compatibility`. Each case trains for some steps on gloo and CPUs: once without a failure,",
-        "and once killed with SIGKILL and restarted. A number over a column is one of ranks; `-` was not tried.",
+        "and once killed with SIGKILL and restarted. A column is a number of ranks; `-` was not tried.",
         "",
         "- *identical*: batches, losses, final parameters and buffers, optimizer, scheduler and generator states are",
         "  equal bit for bit. For trainers, batches and final parameters are also equal to those without `resilient`.",
