@@ -86,6 +86,7 @@ def test_files_that_name_a_retention_option(project_figures: ModuleType, tree: P
     assert project_figures.retention_option_files(project_figures.sources(tree)).found == ["runner/keeps.py"]
 
 
+@pytest.mark.process
 def test_a_module_that_is_excused_exists(project_figures: ModuleType) -> None:
     modules = {file.module for file in project_figures.sources(ROOT)}
     assert set(project_figures.WITHOUT_UNIT_TEST) <= modules

@@ -86,7 +86,7 @@ def explore(seeds: Iterable[int], also: Sequence[str] = ()) -> tuple[int | None,
 
 def test_what_is_staged_is_the_state_of_one_step() -> None:
     """`LATE_DEVICE_RUNS=20000` for more; `LATE_DEVICE_SEED` is the first seed."""
-    runs, first = int(os.environ.get("LATE_DEVICE_RUNS", "300")), int(os.environ.get("LATE_DEVICE_SEED", "0"))
+    runs, first = int(os.environ.get("LATE_DEVICE_RUNS", "100")), int(os.environ.get("LATE_DEVICE_SEED", "0"))
     torn, num_staged = explore(range(first, first + runs))
     print(f"{runs} interleavings from seed {first}: {num_staged} snapshots were staged")
     assert torn is None
@@ -95,7 +95,7 @@ def test_what_is_staged_is_the_state_of_one_step() -> None:
 
 def test_what_is_staged_is_the_state_of_one_step_whatever_writes() -> None:
     """20,000 of them, with the devices of `tests/second_device`: `LATE_DEVICE_RUNS=20000`."""
-    runs, first = int(os.environ.get("LATE_DEVICE_RUNS", "400")), int(os.environ.get("LATE_DEVICE_SEED", "0"))
+    runs, first = int(os.environ.get("LATE_DEVICE_RUNS", "100")), int(os.environ.get("LATE_DEVICE_SEED", "0"))
     torn, num_staged = explore(range(first, first + runs), UNCOUNTED)
     print(f"{runs} interleavings from seed {first}: {num_staged} snapshots were staged")
     assert torn is None
