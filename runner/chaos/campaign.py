@@ -16,13 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from runner.chaos.draw import FaultDraw
 from runner.chaos.faults import FAULTS
-from runner.chaos.locations import Locations
-from runner.chaos.result import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Result
-from runner.chaos.round import Round, prepare_scene
+from runner.chaos.round import Round
 from runner.chaos.run_under_test import RunUnderTest, runner_command
-from runner.chaos.scene import CampaignFailed, Fault, JobPace
+from runner.chaos.scene import CampaignFailed, Fault, JobPace, Locations, prepare_scene
+from runner.chaos.verdict import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Result
 from runner.journal.events import Entry
 from runner.journal.summary import summarise
 from runner.system import processes
@@ -66,25 +64,19 @@ class Campaign:
         self.result = Result()
 
     def run(self, num_faults: int, *, seconds: float | None = None, keep: bool = False) -> Result:
-        """Inject at least this many faults, for at least this long.
-
-        Args:
-            num_faults: Number of faults.
-            seconds: Duration in seconds; None if only the number counts.
-            keep: Keep the folders of runs that passed, too.
+        """Inject at least this many faults, for at least this long; `keep` the folders of runs that passed, too.
 
         Raises:
             CampaignFailed: The job fails without faults.
         """
         processes.become_subreaper()
         pace = self.run_reference()
-        draw = FaultDraw(self._faults, self._random, self.result)
         is_enough = functools.partial(self._is_enough, num_faults, seconds)
         num_empty = 0
         while not is_enough() and num_empty < _MAX_EMPTY_ROUNDS:
             before = len(self.result.injections)
             folder = self._folder / f"run-{self.result.runs + 1}"
-            if self._run_round(folder, draw, pace, is_enough) and not keep:
+            if self._run_round(folder, pace, is_enough) and not keep:
                 self._locations.remove(folder)
             num_empty = num_empty + 1 if len(self.result.injections) == before else 0
         self.result.total_s = time.monotonic() - self._began
@@ -105,13 +97,13 @@ class Campaign:
         command = runner_command(folder, *self._options, *self._locations.settings(folder))
         return RunUnderTest(command, folder, environment, on_start)
 
-    def _run_round(self, folder: Path, draw: FaultDraw, pace: JobPace, is_enough: Callable[[], bool]) -> bool:
+    def _run_round(self, folder: Path, pace: JobPace, is_enough: Callable[[], bool]) -> bool:
         """Run the job under faults and compare it with the fault-free run; return whether it passed."""
         result = self.result
         result.runs += 1
         number, before = result.runs, len(result.all_violations)
         with prepare_scene(folder, self._locations, self._random, self._make_run) as scene:
-            current = Round(number, scene, draw, pace, result, self.report)
+            current = Round(number, scene, self._faults, pace, result, self.report)
             finished = current.run(is_enough)
             result.violations += [f"run {number}: {text}" for text in current.violations]
             is_halved = current.is_halved
@@ -127,8 +119,8 @@ class Campaign:
         Args:
             number: Number of the run.
             before: Number of violations before it.
-            differences: What differs from the fault-free run.
-            how: The verdict on a run that passed.
+            differences: From the fault-free run.
+            how: The verdict if it passed.
         """
         result = self.result
         result.differences += [f"run {number}: {text}" for text in differences]
@@ -198,12 +190,9 @@ class Campaign:
         return differences
 
     def differences(self, folder: Path, *flags: str, **options: float | None) -> list[str]:
-        """Return what differs between the last checkpoints of the fault-free run and of another one.
+        """Return what differs between the last checkpoints of the fault-free run and of the one in `folder`.
 
-        Args:
-            folder: Of the other run.
-            flags: See `runner.chaos.compare`, like the options.
-            options: See `runner.chaos.compare`.
+        Flags and options are those of `runner.chaos.compare`.
         """
         folders = (self._reference_folder, folder)
         pairs = [json.dumps([self._locations.location(f), self._locations.local_tier(f)]) for f in folders]

@@ -9,13 +9,12 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from checkpointing.agent.events import Committed, Log
 from checkpointing.commit.tiers import Tiers
-from runner.chaos.clock_jumps import Clock
 from runner.chaos.network import Network, address_of, inside
 from runner.chaos.run_under_test import POLL_S, RunUnderTest, runner_command
+from runner.chaos.sandbox import Clock
 from runner.errors import ExitCode
 from runner.journal.events import Entry
 from runner.journal.journal import JOURNAL_NAME
@@ -29,23 +28,10 @@ _FINISH_S = 120.0
 
 
 class ClusterNode:
-    """One node.
-
-    Attributes:
-        rank: Its node rank.
-        run: Its runner and journal.
-        clock: Its wall clock, or why it has none of its own.
-    """
+    """One node: its rank, its runner and journal, and its wall clock, or why it has none of its own."""
 
     def __init__(self, rank: int, folder: Path, options: Sequence[str], network: Network | None) -> None:
-        """Prepare; nothing is started.
-
-        Args:
-            rank: Its node rank.
-            folder: Its disk.
-            options: Of `runner start`, equal on all nodes.
-            network: Has its host; None for processes of this machine.
-        """
+        """Prepare; nothing is started. `folder` is its disk; `options` are equal on all nodes."""
         self.rank, self._folder = rank, folder
         address = address_of(rank) if network is not None else f"127.0.0.{rank + 1}"
         first = address_of(0) if network is not None else "127.0.0.1"
@@ -53,11 +39,7 @@ class ClusterNode:
         own += ["--set", f"launch.peer_bind={address}"]
         command = runner_command(folder, *options, *own)
         self._command = inside(rank, command) if network is not None else command
-        self.clock: Clock | str
-        try:
-            self.clock = Clock(folder.with_name(f"{folder.name}-clock"))
-        except OSError as error:
-            self.clock = str(error)
+        self.clock = Clock.build(folder.with_name(f"{folder.name}-clock"))
         device = "eth0" if network is not None else "lo"
         self._environment = {"GLOO_SOCKET_IFNAME": device, "NCCL_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"}
         if isinstance(self.clock, Clock):
@@ -117,13 +99,7 @@ class ClusterNode:
 
 
 class Cluster:
-    """All nodes of one run; a context that kills what is left at its end.
-
-    Attributes:
-        nodes: By node rank.
-        network: Their network; None for processes of this machine.
-        tiers: Storage of the run.
-    """
+    """All nodes of one run, by rank; a context that kills what is left at its end."""
 
     def __init__(
         self,
@@ -154,9 +130,7 @@ class Cluster:
         self.start(self.nodes)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for node in self.nodes:
             node.close()
 
@@ -211,9 +185,6 @@ class Cluster:
         """Wait for a step to be logged, or for the end of the run.
 
         Nodes are started again where all have ended, as schedulers do. Times of entries say nothing, as clocks jump.
-
-        Args:
-            limit_s: Seconds to wait.
         """
         before = self._num_logs()
         return self._wait(lambda: self.has_finished or self._num_logs() > before, limit_s)

@@ -37,19 +37,27 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
         raise NotApplicable("the process has just ended") from None
 
 
-def _kill_rank(scene: Scene) -> str:
+def _running_ranks(scene: Scene) -> list[psutil.Process]:
     ranks = scene.ranks()
     if not ranks:
         raise NotApplicable("no rank is running")
-    victim = scene.random.choice(ranks)
-    _send(victim, signal.SIGKILL)
-    return f"SIGKILL to rank process {victim.pid}"
+    return ranks
+
+
+def _send_to_rank(number: signal.Signals) -> Callable[[Scene], str]:
+    def inject(scene: Scene) -> str:
+        victim = scene.random.choice(_running_ranks(scene))
+        _send(victim, number)
+        return f"{number.name} to rank process {victim.pid}"
+
+    return inject
+
+
+_kill_rank = _send_to_rank(signal.SIGKILL)
 
 
 def _kill_all_ranks(scene: Scene) -> str:
-    ranks = scene.ranks()
-    if not ranks:
-        raise NotApplicable("no rank is running")
+    ranks = _running_ranks(scene)
     for victim in ranks:
         with contextlib.suppress(NotApplicable):
             _send(victim, signal.SIGKILL)
@@ -70,15 +78,6 @@ def _kill_helper(module: str) -> Callable[[Scene], str]:
 def _kill_supervisor(scene: Scene) -> str:
     scene.run.process.send_signal(signal.SIGKILL)
     return f"SIGKILL to {scene.run.process.pid}"
-
-
-def _stop_rank(scene: Scene) -> str:
-    ranks = scene.ranks()
-    if not ranks:
-        raise NotApplicable("no rank is running")
-    victim = scene.random.choice(ranks)
-    _send(victim, signal.SIGSTOP)
-    return f"SIGSTOP to rank process {victim.pid}"
 
 
 def _preempt(scene: Scene) -> str:
@@ -116,13 +115,7 @@ def _preempt_twice(scene: Scene) -> str:
 
 
 def _at_failpoint(name: str, action: str, most: int = 1) -> Callable[[Scene], str]:
-    """Return a function that arms a failpoint and waits until it fires.
-
-    Args:
-        name: The failpoint.
-        action: What it does when it fires.
-        most: It fires at the first to this-th hit, at random.
-    """
+    """Return a function that arms a failpoint, and waits until it fires: at the first to `most`-th hit, at random."""
 
     def inject(scene: Scene) -> str:
         number = scene.random.randint(1, most)
@@ -207,24 +200,28 @@ def _run_out(scene: Scene) -> str:
 # -- stored checkpoints --------------------------------------------------------------------------------------------
 
 
-def _damage(scene: Scene, how: Callable[[Path, random.Random], str]) -> str:
-    """Kill all processes and damage the newest checkpoint, so that only an older one can be resumed from."""
-    storage = scene.tiers.durable
-    if storage.root is None or scene.tiers.local is not None:
-        raise NotApplicable("checkpoints are not in one local folder")
-    if len(scene.tiers.catalog.committed_steps()) < 2:
-        raise NotApplicable("there are fewer than two checkpoints")
-    scene.run.process.send_signal(signal.SIGKILL)
-    scene.run.process.wait(30)
-    # The agent first commits the complete snapshots that it holds.
-    scene.run.leftovers(60.0)
-    steps = scene.tiers.catalog.committed_steps()
-    if len(steps) < 2:
-        return "the supervisor was killed; fewer than two checkpoints were left, so none was damaged"
-    folder = storage.directory(steps[-1])
-    assert folder is not None
-    scene.damaged.add(steps[-1])
-    return f"all killed; {folder.name}: {how(folder, scene.random)}"
+def _damage(how: Callable[[Path, random.Random], str]) -> Callable[[Scene], str]:
+    """Return a function that kills all processes and damages the newest checkpoint, so that an older one is needed."""
+
+    def inject(scene: Scene) -> str:
+        storage = scene.tiers.durable
+        if storage.root is None or scene.tiers.local is not None:
+            raise NotApplicable("checkpoints are not in one local folder")
+        if len(scene.tiers.catalog.committed_steps()) < 2:
+            raise NotApplicable("there are fewer than two checkpoints")
+        scene.run.process.send_signal(signal.SIGKILL)
+        scene.run.process.wait(30)
+        # The agent first commits the complete snapshots that it holds.
+        scene.run.leftovers(60.0)
+        steps = scene.tiers.catalog.committed_steps()
+        if len(steps) < 2:
+            return "the supervisor was killed; fewer than two checkpoints were left, so none was damaged"
+        folder = storage.directory(steps[-1])
+        assert folder is not None
+        scene.damaged.add(steps[-1])
+        return f"all killed; {folder.name}: {how(folder, scene.random)}"
+
+    return inject
 
 
 def _some_file(folder: Path, random: random.Random) -> Path:
@@ -261,10 +258,6 @@ def _remove_manifest(folder: Path, random: random.Random) -> str:
     return "manifest removed"
 
 
-def _damaging(how: Callable[[Path, random.Random], str]) -> Callable[[Scene], str]:
-    return lambda scene: _damage(scene, how)
-
-
 # -- the path to S3 ------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +286,28 @@ DAMAGES = {
     "manifest missing": _remove_manifest,
 }
 
+# Before, within and after each step of a save (copy, file, manifest, rename, sync) and of pruning: a process is killed
+# at the first to this-th hit of the failpoint.
+_KILLS = (
+    ("snapshot.copying", 3),
+    ("snapshot.copied", 3),
+    ("local.begun", 1),
+    ("local.write", 4),
+    ("local.written", 4),
+    ("local.manifest", 1),
+    ("local.synced", 1),
+    ("local.renamed", 1),
+    ("local.committed", 1),
+    ("local.removing", 1),
+    ("local.unlisted", 1),
+    ("remote.part", 2),
+    ("remote.uploaded", 2),
+    ("remote.publishing", 1),
+    ("remote.published", 1),
+    ("remote.committed", 1),
+    ("remote.unlisted", 1),
+)
+
 # -- the catalog ---------------------------------------------------------------------------------------------------
 
 FAULTS = [
@@ -301,33 +316,11 @@ FAULTS = [
     Fault("launcher killed", Effect.ATTEMPT, _kill_helper("runner.launcher.launcher")),
     Fault("agent killed", Effect.ATTEMPT, _kill_helper("checkpointing.agent")),
     Fault("supervisor killed", Effect.RUN, _kill_supervisor),
-    Fault("rank stopped", Effect.ATTEMPT, _stop_rank, TRAINING),
+    Fault("rank stopped", Effect.ATTEMPT, _send_to_rank(signal.SIGSTOP), TRAINING),
     Fault("preempted", Effect.RUN, _preempt),
     Fault("preempted, short grace", Effect.RUN, _preempt_short),
     Fault("preempted twice", Effect.RUN, _preempt_twice),
-    # Before, within and after each step of a save (copy, file, manifest, rename, sync), of pruning and of a restore.
-    *(
-        Fault(f"killed at {name}", Effect.ATTEMPT, _at_failpoint(name, "kill", most), moments)
-        for name, most, moments in (
-            ("snapshot.copying", 3, TRAINING),
-            ("snapshot.copied", 3, TRAINING),
-            ("local.begun", 1, TRAINING),
-            ("local.write", 4, TRAINING),
-            ("local.written", 4, TRAINING),
-            ("local.manifest", 1, TRAINING),
-            ("local.synced", 1, TRAINING),
-            ("local.renamed", 1, TRAINING),
-            ("local.committed", 1, TRAINING),
-            ("local.removing", 1, TRAINING),
-            ("local.unlisted", 1, TRAINING),
-            ("remote.part", 2, TRAINING),
-            ("remote.uploaded", 2, TRAINING),
-            ("remote.publishing", 1, TRAINING),
-            ("remote.published", 1, TRAINING),
-            ("remote.committed", 1, TRAINING),
-            ("remote.unlisted", 1, TRAINING),
-        )
-    ),
+    *(Fault(f"killed at {name}", Effect.ATTEMPT, _at_failpoint(name, "kill", most), TRAINING) for name, most in _KILLS),
     *(
         Fault(f"killed at {name}", Effect.ATTEMPT, _kill_in_next_attempt(name), TRAINING, restarts=2)
         for name in ("fence.opened", "fence.published", "restore.read")
@@ -350,5 +343,5 @@ FAULTS = [
         halves=True,
     ),
     *(Fault(name, Effect.NOTHING, inject, (Moment.SAVE,), disturbs_network=True) for name, inject in NETWORK.items()),
-    *(Fault(name, Effect.RUN, _damaging(how), TRAINING, damages=True) for name, how in DAMAGES.items()),
+    *(Fault(name, Effect.RUN, _damage(how), TRAINING, damages=True) for name, how in DAMAGES.items()),
 ]

@@ -13,7 +13,6 @@ import socket
 import struct
 import threading
 import time
-from types import TracebackType
 from urllib.parse import urlsplit
 
 _METHODS = (b"GET ", b"PUT ", b"POST ", b"HEAD ", b"DELETE ")
@@ -53,9 +52,7 @@ class FaultyProxy:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.run_until_complete(self._end())
@@ -100,13 +97,7 @@ class FaultyProxy:
     async def _forward(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: asyncio.StreamWriter | None
     ) -> None:
-        """Forward one direction.
-
-        Args:
-            reader: Source.
-            writer: Destination.
-            client: The client's own stream if this is the direction of requests, to answer them.
-        """
+        """Forward one direction; `client` is the client's own stream where these are requests, to answer them."""
         with contextlib.suppress(ConnectionError, OSError, RuntimeError):
             while data := await reader.read(_CHUNK_BYTES):
                 if self._is("silent"):

@@ -6,7 +6,7 @@ The checks read storage and the journal only. Each returns the violations that i
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from checkpointing.agent.events import Committed, Resumed, TrainingStarted
@@ -22,12 +22,7 @@ _OF_OTHERS = re.compile(r"torchinductor_|\w+wandb-(media|artifacts)$")
 
 
 def newest_is_intact(tiers: Tiers, damaged: set[int]) -> list[str]:
-    """Check that the newest committed checkpoint has all its files, with the right digests.
-
-    Args:
-        tiers: Storage of the run.
-        damaged: Steps of checkpoints that the campaign itself damaged.
-    """
+    """Check that the newest committed checkpoint that the campaign has not damaged has all its files, undamaged."""
     last = ""
     # Retention may remove a checkpoint while it is being read; then there is a newer one to look at.
     for _ in range(5):
@@ -82,14 +77,7 @@ def nothing_acknowledged_is_lost(entries: Sequence[Entry], damaged: Sequence[tup
 
 
 def restarts_match(entries: Sequence[Entry], at_least: int, at_most: int, sessions: int) -> list[str]:
-    """Check the number of restarts and of sessions in the journal.
-
-    Args:
-        entries: The journal.
-        at_least: Restarts that the faults certainly caused.
-        at_most: Restarts that the faults may have caused.
-        sessions: Sessions of the runner that should be in the journal.
-    """
+    """Check that the journal has as many sessions, and as many restarts as the faults account for."""
     wrong = []
     restarts = sum(isinstance(entry.event, Backoff) for entry in entries)
     if not at_least <= restarts <= at_most:
@@ -102,12 +90,9 @@ def restarts_match(entries: Sequence[Entry], at_least: int, at_most: int, sessio
 
 
 def exit_code_matches_journal(entries: Sequence[Entry], pid: int, code: int) -> list[str]:
-    """Check that a runner that ended by itself exited with the code in its journal.
+    """Check that a runner that ended by itself (no negative code) exited with the code in its journal.
 
-    Args:
-        entries: The journal; a runner that was stopped early may have no events in it.
-        pid: Process id of the runner.
-        code: Exit code of the runner; negative if a signal killed it.
+    A runner that was stopped early may have no events there.
     """
     events = [entry.event for entry in entries]
     begun = [number for number, event in enumerate(events) if isinstance(event, RunStarted) and event.pid == pid]
@@ -133,13 +118,7 @@ def ledger_adds_up(entries: Sequence[Entry]) -> list[str]:
 
 
 def nothing_is_left(tiers: Tiers, temporary: Path, shared_memory: Collection[Path]) -> list[str]:
-    """Check that no temporary files and no named shared memory are left.
-
-    Args:
-        tiers: Storage of the run.
-        temporary: The run's temporary folder.
-        shared_memory: Files in /dev/shm that the run's processes had mapped.
-    """
+    """Check that nothing is left in storage, in the temporary folder, and of the shared memory that was mapped."""
     wrong = []
     for storage in tiers.nearest_first:
         if storage.root is not None:
@@ -148,3 +127,33 @@ def nothing_is_left(tiers: Tiers, temporary: Path, shared_memory: Collection[Pat
             wrong += [f"{storage.root}: {name} is left over" for name in left]
     wrong += [f"{path} is left over" for path in sorted(temporary.iterdir()) if not _OF_OTHERS.match(path.name)]
     return wrong + [f"{path} is left over" for path in sorted(shared_memory) if path.exists()]
+
+
+def acknowledged_is_there(acknowledged: int, committed: Sequence[int]) -> list[str]:
+    """Check that the newest acknowledged step (-1 if there is none), or a newer one, is among the committed ones."""
+    newest = max(committed, default=-1)
+    if newest >= acknowledged:
+        return []
+    return [f"step {acknowledged} was acknowledged, and the newest checkpoint is that of step {newest}"]
+
+
+def one_writer(by_node: Mapping[int, Sequence[Entry]]) -> list[str]:
+    """Check that no attempt has checkpoints of two nodes.
+
+    A snapshot of an earlier attempt may be on several nodes, with the same bits. The fence names it by step and attempt
+    when the next attempt begins, and accepts it from the first of them, also from a leader that has been replaced.
+
+    Args:
+        by_node: What each node has recorded while it led, by node rank.
+    """
+    writers: dict[int, set[int]] = {}
+    for rank, entries in by_node.items():
+        for entry in entries:
+            event = entry.event
+            if isinstance(event, Committed) and event.snapshot_attempt in (None, entry.attempt):
+                writers.setdefault(entry.attempt, set()).add(rank)
+    return [
+        f"nodes {sorted(ranks)} have both committed in attempt {attempt}"
+        for attempt, ranks in sorted(writers.items())
+        if len(ranks) > 1
+    ]

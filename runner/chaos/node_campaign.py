@@ -10,18 +10,16 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from checkpointing.agent.events import Committed
 from runner.chaos import invariants
 from runner.chaos.campaign import SETTINGS, Campaign
 from runner.chaos.cluster import Cluster
-from runner.chaos.locations import Locations
 from runner.chaos.network import Network, NoNetwork
 from runner.chaos.node_faults import NODE_FAULTS, FaultViolation, NodeFault
-from runner.chaos.result import HALVED_TOLERANCE, Injection, Result
-from runner.chaos.scene import JobPace, NotApplicable
+from runner.chaos.scene import JobPace, Locations, NotApplicable
+from runner.chaos.verdict import HALVED_TOLERANCE, Injection, Result
 from runner.config.schema import Config
 from runner.journal.events import AttemptStarted, Entry
 from runner.journal.summary import summarise
@@ -60,7 +58,7 @@ class NodeCampaign:
 
         Args:
             folder: Holds the folders of all runs.
-            options: Options of `runner start` that describe the job.
+            options: Of `runner start`, that describe the job.
             locations: Where the runs keep their checkpoints, which all nodes see.
             num_nodes: Number of nodes, of one rank each.
             seed: Of faults and moments.
@@ -83,16 +81,7 @@ class NodeCampaign:
         self.result.close_means = f"on a changing number of nodes and with losses within {self._tolerance:.2g}"
 
     def run(self, num_faults: int, *, seconds: float | None = None, keep: bool = False) -> Result:
-        """Inject at least this many faults, for at least this long.
-
-        Args:
-            num_faults: Number of faults.
-            seconds: Duration in seconds; None if only the number counts.
-            keep: Keep the folders of runs that passed, too.
-
-        Raises:
-            CampaignFailed: The job fails without faults.
-        """
+        """Inject faults; see `Campaign.run`."""
         processes.become_subreaper()
         began, result = time.monotonic(), self.result
         pace = self._calm.run_reference()
@@ -151,7 +140,9 @@ class NodeCampaign:
             ends = "; ".join(cluster.unexpected_ends())
             injection.violations.append(ends or f"no step within {RECOVERY_LIMIT_S:.0f} s")
         injection.violations += invariants.newest_is_intact(cluster.tiers, set())
-        injection.violations += acknowledged_is_there(cluster.acknowledged(), cluster.tiers.catalog.committed_steps())
+        injection.violations += invariants.acknowledged_is_there(
+            cluster.acknowledged(), cluster.tiers.catalog.committed_steps()
+        )
         for text in injection.violations:
             self._calm.report(f"  VIOLATION: {text}")
         return moved_on
@@ -176,8 +167,7 @@ class NodeCampaign:
         try:
             injection.what = fault.inject(cluster, self._random)
         except NotApplicable as reason:
-            times, _ = self.result.skipped.get(fault.name, (0, ""))
-            self.result.skipped[fault.name] = times + 1, str(reason)
+            self.result.skip(fault.name, str(reason))
             return None
         except FaultViolation as error:
             injection.violations.append(str(error))
@@ -190,7 +180,7 @@ class NodeCampaign:
         self.result.lost_steps += summarise(entries).lost_steps
         return [
             *([] if finished else [f"the run did not finish; {'; '.join(cluster.unexpected_ends())}"]),
-            *one_writer(by_node),
+            *invariants.one_writer(by_node),
             *(f"process {process.pid} is left" for node in cluster.nodes if finished for process in node.run.marked()),
         ]
 
@@ -210,49 +200,10 @@ class NodeCampaign:
 
 
 def without_dropout(config: Config) -> Config:
-    """Return a job without dropout: each rank draws masks of its own, so results would depend on their number.
-
-    Args:
-        config: The job.
-    """
+    """Return a job without dropout: each rank draws masks of its own, so results would depend on their number."""
     changed = config.model_copy(deep=True)
     for name, value in config.model.config.items():
         if "drop" in name and isinstance(value, float):
             changed.model.config[name] = 0.0
     changed.method.dropout = 0.0
     return changed
-
-
-def acknowledged_is_there(acknowledged: int, committed: Sequence[int]) -> list[str]:
-    """Check that the newest acknowledged checkpoint, or a newer one, is in storage.
-
-    Args:
-        acknowledged: Newest step that a leader recorded as committed; -1 if there is none.
-        committed: Steps of the committed checkpoints.
-    """
-    newest = max(committed, default=-1)
-    if newest >= acknowledged:
-        return []
-    return [f"step {acknowledged} was acknowledged, and the newest checkpoint is that of step {newest}"]
-
-
-def one_writer(by_node: Mapping[int, Sequence[Entry]]) -> list[str]:
-    """Check that no attempt has checkpoints of two nodes.
-
-    A snapshot of an earlier attempt may be on several nodes, with the same bits. The fence names it by step and attempt
-    when the next attempt begins, and accepts it from the first of them, also from a leader that has been replaced.
-
-    Args:
-        by_node: What each node has recorded while it led, by node rank.
-    """
-    writers: dict[int, set[int]] = {}
-    for rank, entries in by_node.items():
-        for entry in entries:
-            event = entry.event
-            if isinstance(event, Committed) and event.snapshot_attempt in (None, entry.attempt):
-                writers.setdefault(entry.attempt, set()).add(rank)
-    return [
-        f"nodes {sorted(ranks)} have both committed in attempt {attempt}"
-        for attempt, ranks in sorted(writers.items())
-        if len(ranks) > 1
-    ]

@@ -10,11 +10,10 @@ from random import Random
 
 import psutil
 
-from runner.chaos.clock_jumps import Clock
 from runner.chaos.cluster import Cluster, ClusterNode
-from runner.chaos.network import Network
+from runner.chaos.network import Network, Wire
+from runner.chaos.sandbox import Clock
 from runner.chaos.scene import NotApplicable
-from runner.chaos.switch import Wire
 from runner.errors import ExitCode
 
 _STOP_LIMIT_S = 120.0
@@ -26,12 +25,7 @@ class FaultViolation(Exception):
 
 @dataclass(frozen=True)
 class NodeFault:
-    """A kind of fault.
-
-    Attributes:
-        name: Its name.
-        inject: Injects it, and returns what was done, in words; raises NotApplicable or FaultViolation.
-    """
+    """A kind of fault; `inject` returns what was done, in words, or raises NotApplicable or FaultViolation."""
 
     name: str
     inject: Callable[[Cluster, Random], str]
@@ -83,15 +77,11 @@ def _end(process: psutil.Process, what: str) -> str:
 
 
 def _preempt(cluster: Cluster, dice: Random) -> str:
-    return _preempted(cluster, dice.choice(cluster.alive))
+    return _stopped(cluster, [dice.choice(cluster.alive)])
 
 
 def _preempt_leader(cluster: Cluster, dice: Random) -> str:
-    return _preempted(cluster, _leader(cluster))
-
-
-def _preempted(cluster: Cluster, node: ClusterNode) -> str:
-    return _stopped(cluster, [node])
+    return _stopped(cluster, [_leader(cluster)])
 
 
 def _stop_all(cluster: Cluster, dice: Random) -> str:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 
+from checkpointing.agent.events import Committed, Log, SnapshotTaken, TrainingStarted
 from checkpointing.errors import CheckpointError
-from runner.chaos import invariants, run_progress
-from runner.chaos.result import Injection
-from runner.chaos.run_progress import Expected
+from runner.chaos import invariants
 from runner.chaos.run_under_test import SETTLE_S
 from runner.chaos.scene import JobPace, Moment, Scene
+from runner.chaos.verdict import Injection
 from runner.errors import ExitCode
+from runner.journal.events import AttemptEnded, Backoff, Entry, RunEnded, RunStarted
+from runner.recovery.kinds import FailureKind
 
 # A run that shows no new step for this long after a fault counts as hung.
 RECOVERY_LIMIT_S = 120.0
 END_LIMIT_S = 90.0
 _KILLED = -9
+_PROGRESS = (Log, SnapshotTaken, Committed)
 
 
 class RunOver(Exception):
@@ -27,33 +30,25 @@ class RecoveryWatch:
     """Observes one run after each fault, as its user would: by the journal and by the exit code.
 
     Attributes:
-        expected: Restarts and sessions that the faults so far account for.
+        sessions: Starts of the runner.
+        min_restarts: Restarts of attempts that the faults so far have certainly caused.
+        max_restarts: Restarts of attempts that they may have caused.
     """
 
     def __init__(self, scene: Scene, injections: Sequence[Injection], report: Callable[[str], None]) -> None:
-        """Observe the run of a scene.
-
-        Args:
-            scene: The run and its storage.
-            injections: The faults of this run; the list grows while it is watched.
-            report: Receives progress, a line at a time.
-        """
+        """Observe the run of a scene; the list of its injections grows meanwhile."""
         self._scene, self._injections, self._report = scene, injections, report
-        self.expected = Expected()
+        self.sessions, self.min_restarts, self.max_restarts = 1, 0, 0
 
     def noticed(self, wanted: int) -> bool:
-        """Wait until the journal has this many restarts in all.
-
-        Returns:
-            False if the run continues without them.
-        """
+        """Wait until the journal has this many restarts in all; return False if the run continues without them."""
         run = self._scene.run
-        if run.wait(lambda: run_progress.num_restarts(run.entries) >= wanted or None, RECOVERY_LIMIT_S):
+        if run.wait(lambda: num_restarts(run.entries) >= wanted or None, RECOVERY_LIMIT_S):
             return True
         code = run.process.poll()
         if code == ExitCode.DONE:
             # The fault hit a process whose work was committed already: its death then costs no restart.
-            self.expected.min_restarts -= wanted - run_progress.num_restarts(run.entries)
+            self.min_restarts -= wanted - num_restarts(run.entries)
         return code is not None
 
     def restart(self, injection: Injection, moment: Moment) -> None:
@@ -84,8 +79,8 @@ class RecoveryWatch:
                 shutil.rmtree(path, ignore_errors=True)
         injection.violations += invariants.newest_is_intact(self._scene.tiers, self._scene.damaged)
         # A runner that was ended during start-up may not have written to the journal yet.
-        in_journal = run_progress.has_session(run.entries, run.process.pid)
-        self.expected.sessions += in_journal or moment not in (Moment.START_UP, Moment.RESTORE)
+        in_journal = has_session(run.entries, run.process.pid)
+        self.sessions += in_journal or moment not in (Moment.START_UP, Moment.RESTORE)
         run.start()
         self._report(f"exit code {code}, started again")
 
@@ -101,7 +96,7 @@ class RecoveryWatch:
             RunOver: The run does not continue.
         """
         run = self._scene.run
-        if run.wait(lambda: run_progress.has_progressed(run.entries, events, attempt) or None, RECOVERY_LIMIT_S):
+        if run.wait(lambda: has_progressed(run.entries, events, attempt) or None, RECOVERY_LIMIT_S):
             return
         code = run.process.poll()
         if code == ExitCode.DONE or self._stopped_by_full_disk(code):
@@ -113,9 +108,6 @@ class RecoveryWatch:
     def finish(self, pace: JobPace) -> tuple[bool, list[str]]:
         """Let the run end without further faults.
 
-        Args:
-            pace: Number and duration of the job's steps.
-
         Returns:
             Whether it finished with its last checkpoint, and the violations found.
         """
@@ -125,7 +117,7 @@ class RecoveryWatch:
         code = run.process.poll()
         if self._stopped_by_full_disk(code):
             # Its last save met the full disk: a user makes room and starts the run again.
-            self.expected.sessions += 1
+            self.sessions += 1
             run.start()
             self._report(f"exit code {code}, started again")
             run.wait(lambda: None, limit_s)
@@ -146,3 +138,59 @@ class RecoveryWatch:
     def _stopped_by_full_disk(self, code: int | None) -> bool:
         faults = (injection.fault for injection in self._injections)
         return code == ExitCode.STORAGE_FAILED and any(fault.startswith("disk full") for fault in faults)
+
+
+# -- what the journal says -----------------------------------------------------------------------------------------
+
+
+def latest_step(entries: Sequence[Entry]) -> int:
+    """Return the highest step that was logged, captured or committed; 0 before the first one."""
+    return max((entry.event.step for entry in entries if isinstance(entry.event, _PROGRESS)), default=0)
+
+
+def latest_attempt(entries: Sequence[Entry]) -> int:
+    """Return the number of the newest attempt; 0 before the first one."""
+    return max((entry.attempt for entry in entries), default=0)
+
+
+def num_restarts(entries: Sequence[Entry]) -> int:
+    """Return how many attempts followed a failed one."""
+    return sum(isinstance(entry.event, Backoff) for entry in entries)
+
+
+def num_saves_begun(entries: Sequence[Entry]) -> int:
+    """Return how many snapshots were taken that are to be committed."""
+    return sum(entry.event.to_be_committed for entry in entries if isinstance(entry.event, SnapshotTaken))
+
+
+def is_halved(entries: Sequence[Entry]) -> bool:
+    """Return whether the run halved its micro-batch after it ran out of memory."""
+    ended = (entry.event for entry in entries if isinstance(entry.event, AttemptEnded))
+    return any(event.kind == FailureKind.OUT_OF_MEMORY.value for event in ended)
+
+
+def has_progressed(entries: Sequence[Entry], since: int, attempt: int | None) -> bool:
+    """Return whether the run made a step since it had this many entries.
+
+    With `attempt`, that attempt continues; without, the newest attempt must have begun since.
+    """
+    newer = entries[since:]
+    if attempt is not None:
+        return any(isinstance(entry.event, _PROGRESS) and entry.attempt >= attempt for entry in newer)
+    newest = latest_attempt(entries)
+    return any(isinstance(entry.event, TrainingStarted) for entry in newer) and any(
+        isinstance(entry.event, _PROGRESS) and entry.attempt == newest for entry in newer
+    )
+
+
+def has_session(entries: Sequence[Entry], pid: int) -> bool:
+    """Return whether the runner with this process id wrote to the journal."""
+    return any(isinstance(entry.event, RunStarted) and entry.event.pid == pid for entry in entries)
+
+
+def num_sessions_in_journal(entries: Sequence[Entry], sessions: int, pid: int) -> int:
+    """Return how many sessions the journal should have: the last one, of `pid`, writes nothing about a finished run."""
+    ended = [entry.event for entry in entries if isinstance(entry.event, RunEnded)]
+    started = [entry.event for entry in entries if isinstance(entry.event, RunStarted)]
+    was_finished = bool(ended) and ended[-1].state == "finished"
+    return sessions - (was_finished and started[-1].pid != pid)

@@ -4,77 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from runner.chaos import invariants, run_progress
-from runner.chaos.clock_jumps import Clock
-from runner.chaos.draw import FaultDraw
-from runner.chaos.faulty_proxy import FaultyProxy, endpoint_of_environment
-from runner.chaos.locations import Locations
-from runner.chaos.memory_group import MemoryGroup
+from checkpointing.commit.tiers import Tiers
+from runner.chaos import invariants, recovery
 from runner.chaos.recovery import RECOVERY_LIMIT_S, RecoveryWatch, RunOver
-from runner.chaos.result import Injection, Result
-from runner.chaos.run_under_test import RunUnderTest
-from runner.chaos.scene import Effect, FailpointFile, Fault, JobPace, Moment, NotApplicable, Scene
+from runner.chaos.scene import CampaignFailed, Effect, Fault, JobPace, Moment, NotApplicable, Scene
+from runner.chaos.verdict import Injection, Result
 from runner.journal.events import RankStarted
 from runner.journal.summary import summarise
 
 _HALVED_EVERY = 4
 
-StartRun = Callable[[Path, dict[str, str], Callable[[int], None]], RunUnderTest]
-"""Makes the run of a folder, with additional environment variables and a callback for the runner's process id."""
 
-
-@contextlib.contextmanager
-def prepare_scene(folder: Path, locations: Locations, random: Random, make_run: StartRun) -> Iterator[Scene]:
-    """Set up everything that faults need around a run, which is not started yet.
+def draw_fault(
+    faults: Sequence[Fault], tiers: Tiers, result: Result, random: Random, *, may_halve: bool
+) -> tuple[Fault, Moment]:
+    """Return the next fault and its moment, at random, but all kinds equally often.
 
     Args:
-        folder: The run's folder, which does not exist yet.
-        locations: Where its checkpoints are kept.
+        faults: The kinds of faults.
+        tiers: Storage of the run, which decides what is applicable.
+        result: What was injected and skipped so far.
         random: Source of all choices.
-        make_run: Makes the run.
+        may_halve: Whether faults that halve the micro-batch are allowed.
+
+    Raises:
+        CampaignFailed: None of the faults is applicable to this storage.
     """
-    folder.mkdir(parents=True)
-    failpoints = FailpointFile(folder / "failpoints")
-    environment = failpoints.environment
-    upstream = endpoint_of_environment()
-    with contextlib.ExitStack() as stack:
-        proxy = None
-        if upstream is not None and "://" in locations.location(folder):
-            proxy = stack.enter_context(FaultyProxy(upstream))
-            environment |= {"AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ENDPOINT_URL_S3": proxy.endpoint}
-        clock, memory = _clock(folder), _memory_group(stack)
-        if isinstance(clock, Clock):
-            environment |= clock.environment
-        on_start = memory.enter if isinstance(memory, MemoryGroup) else lambda pid: None
-        tiers = locations.tiers(folder)
-        yield Scene(make_run(folder, environment, on_start), tiers, random, failpoints, proxy, clock, memory)
-
-
-def _clock(folder: Path) -> Clock | str:
-    try:
-        return Clock(folder / "clock")
-    except OSError as error:
-        return str(error)
-
-
-def _memory_group(stack: contextlib.ExitStack) -> MemoryGroup | str:
-    try:
-        group = MemoryGroup()
-    except OSError as error:
-        return str(error)
-    stack.callback(group.close)
-    return group
+    fitting = [fault for fault in faults if fault.fits(tiers) and (may_halve or not fault.halves)]
+    if not fitting:
+        raise CampaignFailed(
+            "none of the chosen faults applies to the storage of this job's checkpoints; choose others (--list)"
+        )
+    injected = [injection.fault for injection in result.injections]
+    tries = {fault.name: injected.count(fault.name) + result.num_skipped(fault.name) for fault in fitting}
+    least = min(tries.values())
+    fault = random.choice([fault for fault in fitting if tries[fault.name] == least])
+    return fault, random.choice(fault.moments)
 
 
 class Round:
     """Injects faults into one run until it is over or enough were injected, and checks what it leaves.
 
     Attributes:
-        differences: What differs from the fault-free run, once `run` has returned.
         violations: Violations at the end of the run, which belong to no single fault.
     """
 
@@ -82,81 +57,65 @@ class Round:
         self,
         number: int,
         scene: Scene,
-        draw: FaultDraw,
+        faults: Sequence[Fault],
         pace: JobPace,
         result: Result,
         report: Callable[[str], None],
     ) -> None:
-        """Prepare the run of a scene.
-
-        Args:
-            number: Number of the run, from 1.
-            scene: The run and what may be touched.
-            draw: Draws the faults.
-            pace: Number and duration of the job's steps.
-            result: Receives every injection as soon as it is done.
-            report: Receives progress, a line at a time.
-        """
-        self._number, self._scene, self._draw = number, scene, draw
+        """Prepare run `number`, from 1; `result` receives every injection as soon as it is done."""
+        self._number, self._scene, self._faults = number, scene, faults
         self._result, self._pace, self._report = result, pace, report
         self._injections: list[Injection] = []
         self._recovery = RecoveryWatch(scene, self._injections, lambda text: report(f"run {number}: {text}"))
-        self._moments = MomentWaiter(scene, self._recovery, pace)
         self._shared_memory: set[Path] = set()
         # (number of entries at that time, step) of each damaged checkpoint.
         self._damaged: list[tuple[int, int]] = []
         self.violations: list[str] = []
 
     def run(self, is_enough: Callable[[], bool]) -> bool:
-        """Run the job under faults, then let it end.
-
-        Args:
-            is_enough: Whether no further fault is wanted.
+        """Run the job until no further fault is wanted, then let it end.
 
         Returns:
             Whether the run finished with its last checkpoint.
         """
-        run, scene, expected = self._scene.run, self._scene, self._recovery.expected
+        run, expected = self._scene.run, self._recovery
         with run:
             # The end of the run is a result like any other: it is checked below.
             with contextlib.suppress(RunOver):
                 while not is_enough():
                     self._inject_next()
-            finished, self.violations = self._recovery.finish(self._pace)
+            finished, self.violations = expected.finish(self._pace)
         entries = run.entries
         self.violations += invariants.nothing_acknowledged_is_lost(entries, self._damaged)
-        sessions = run_progress.num_sessions_in_journal(entries, expected.sessions, run.process.pid)
+        sessions = recovery.num_sessions_in_journal(entries, expected.sessions, run.process.pid)
         self.violations += invariants.restarts_match(entries, expected.min_restarts, expected.max_restarts, sessions)
         self.violations += invariants.ledger_adds_up(entries)
-        self.violations += invariants.nothing_is_left(scene.tiers, run.temporary, self._shared_memory)
+        self.violations += invariants.nothing_is_left(self._scene.tiers, run.temporary, self._shared_memory)
         self._result.lost_steps += summarise(entries).lost_steps
         return finished
 
     @property
     def is_halved(self) -> bool:
         """Whether a fault made the run halve its micro-batch."""
-        return run_progress.is_halved(self._scene.run.entries)
+        return recovery.is_halved(self._scene.run.entries)
 
     def _inject_next(self) -> None:
-        # Halving twice would leave too little of a small micro-batch.
-        may_halve = (self._number % _HALVED_EVERY == 0 or self._draw.all_halve) and not self.is_halved
-        if self._draw.all_halve and not may_halve:
-            raise RunOver
-        fault, moment = self._draw.next(self._scene.tiers, may_halve=may_halve)
-        self._moments.wait_for(moment)
         scene, run = self._scene, self._scene.run
-        step, attempt, num_entries = (
-            run_progress.latest_step(run.entries),
-            run_progress.latest_attempt(run.entries),
-            len(run.entries),
-        )
-        restarts = run_progress.num_restarts(run.entries)
+        all_halve = all(fault.halves for fault in self._faults)
+        # Halving twice would leave too little of a small micro-batch.
+        may_halve = (self._number % _HALVED_EVERY == 0 or all_halve) and not self.is_halved
+        if all_halve and not may_halve:
+            raise RunOver
+        fault, moment = draw_fault(self._faults, scene.tiers, self._result, scene.random, may_halve=may_halve)
+        self._wait_for(moment)
+        step, attempt = recovery.latest_step(run.entries), recovery.latest_attempt(run.entries)
+        num_entries, restarts = len(run.entries), recovery.num_restarts(run.entries)
         scene.damaged.clear()
         self._shared_memory |= run.shared_memory()
         try:
             what = fault.inject(scene)
         except NotApplicable as reason:
-            self._draw.skip(fault, str(reason))
+            self._result.skip(fault.name, str(reason))
             return
         at = time.monotonic()
         injection = Injection(fault.name, moment.value, self._number, step, what)
@@ -175,36 +134,22 @@ class Round:
 
     def _expect(self, fault: Fault, moment: Moment, injection: Injection, restarts: int) -> None:
         """Account for the restarts of a fault, and wait for the runner's reaction."""
-        expected = self._recovery.expected
+        expected = self._recovery
         match fault.effect:
             case Effect.ATTEMPT:
                 # Between two attempts, or while helpers start, the fault may hit a process that is not needed.
                 is_certain = moment in (Moment.STEP, Moment.SAVE)
                 expected.min_restarts += fault.restarts if is_certain else 0
                 expected.max_restarts += fault.restarts
-                if is_certain and not self._recovery.noticed(restarts + fault.restarts):
+                if is_certain and not expected.noticed(restarts + fault.restarts):
                     injection.violations.append(f"the runner did not notice within {RECOVERY_LIMIT_S:.0f} s")
             case Effect.RUN:
-                self._recovery.restart(injection, moment)
+                expected.restart(injection, moment)
             case Effect.NOTHING:
                 # An attempt whose last save fails is retried, because the run waits for that save.
                 expected.max_restarts += 1
 
-
-class MomentWaiter:
-    """Waits for a moment, and makes an attempt end where the moment belongs to the next attempt's start."""
-
-    def __init__(self, scene: Scene, recovery: RecoveryWatch, pace: JobPace) -> None:
-        """Keep what is waited on.
-
-        Args:
-            scene: The run and its random source.
-            recovery: Notices the restart that a provoked failure causes.
-            pace: Number and duration of the job's steps.
-        """
-        self._scene, self._recovery, self._pace = scene, recovery, pace
-
-    def wait_for(self, moment: Moment) -> None:
+    def _wait_for(self, moment: Moment) -> None:
         """Return at a random time shortly after `moment` begins.
 
         Raises:
@@ -217,14 +162,14 @@ class MomentWaiter:
             case Moment.RESTORE:
                 delay_s = 1.5
             case Moment.STEP:
-                run.wait(lambda: run_progress.latest_step(run.entries) > 0 or None, RECOVERY_LIMIT_S)
-                left = max(self._pace.steps - run_progress.latest_step(run.entries), 1) * self._pace.step_s
+                run.wait(lambda: recovery.latest_step(run.entries) > 0 or None, RECOVERY_LIMIT_S)
+                left = max(self._pace.steps - recovery.latest_step(run.entries), 1) * self._pace.step_s
                 delay_s = min(2.0, left / 4)
             case Moment.SAVE:
-                number = run_progress.num_saves_begun(run.entries)
-                run.wait(lambda: run_progress.num_saves_begun(run.entries) > number or None, RECOVERY_LIMIT_S)
+                number = recovery.num_saves_begun(run.entries)
+                run.wait(lambda: recovery.num_saves_begun(run.entries) > number or None, RECOVERY_LIMIT_S)
                 delay_s = 0.2
-        if moment in (Moment.START_UP, Moment.RESTORE) and run_progress.latest_step(run.entries) > 0:
+        if moment in (Moment.START_UP, Moment.RESTORE) and recovery.latest_step(run.entries) > 0:
             self._provoke(moment)
         time.sleep(self._scene.random.uniform(0, delay_s))
         run.refresh()
@@ -234,14 +179,14 @@ class MomentWaiter:
     def _provoke(self, moment: Moment) -> None:
         """Kill a rank so that another attempt starts; the restart is expected, but it is no fault of its own."""
         run = self._scene.run
-        attempt = run_progress.latest_attempt(run.entries)
+        attempt = recovery.latest_attempt(run.entries)
         ranks = self._scene.ranks()
         if not ranks:
             return
-        restarts = run_progress.num_restarts(run.entries)
+        restarts = recovery.num_restarts(run.entries)
         self._scene.random.choice(ranks).kill()
-        self._recovery.expected.min_restarts += 1
-        self._recovery.expected.max_restarts += 1
+        self._recovery.min_restarts += 1
+        self._recovery.max_restarts += 1
         self._recovery.noticed(restarts + 1)
         if moment is Moment.RESTORE:
             run.wait(lambda: run.all(RankStarted, after=attempt) or None, RECOVERY_LIMIT_S)

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import psutil
@@ -66,7 +65,7 @@ class RunUnderTest:
         """Prepare the run without starting it.
 
         Args:
-            command: The command that starts the run.
+            command: Starts the run.
             folder: The run's folder.
             environment: Environment variables that override inherited ones.
             on_start: Called with the supervisor's process id before it has children.
@@ -89,9 +88,7 @@ class RunUnderTest:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         processes.kill_all(self.alive)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10)
@@ -145,11 +142,7 @@ class RunUnderTest:
             time.sleep(POLL_S)
 
     def wait_for_step(self, step: int, *, after: int | None = None) -> Entry:
-        """Wait for the first logged step from this one on, and return its entry.
-
-        Args:
-            step: The step.
-            after: Only later attempts than this count.
+        """Wait for the first logged step from this one on, in a later attempt than `after`, and return its entry.
 
         Raises:
             NeverStarted: The run did not get there in time, or ended.

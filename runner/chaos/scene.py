@@ -1,21 +1,23 @@
-"""What a fault may touch, and when it may be injected."""
+"""What a fault is, what it may touch, and when it may be injected."""
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 import psutil
 
-from checkpointing.commit.tiers import Tiers
+from checkpointing.commit.tiers import Tiers, open_tiers
 from checkpointing.host.failpoints import FILE_ENV, ONCE_ENV
-from runner.chaos.clock_jumps import Clock
 from runner.chaos.faulty_proxy import FaultyProxy, endpoint_of_environment
-from runner.chaos.memory_group import MemoryGroup
 from runner.chaos.run_under_test import RunUnderTest
+from runner.chaos.sandbox import Clock, MemoryGroup
+from runner.config.schema import Config
 from runner.errors import ExitCode, RunnerError
 from runner.journal.events import RankStarted
 
@@ -53,26 +55,53 @@ TRAINING = (Moment.STEP, Moment.SAVE)
 
 @dataclass(frozen=True)
 class JobPace:
-    """How long a job takes.
-
-    Attributes:
-        steps: Number of steps.
-        step_s: Seconds per step of the fault-free run.
-    """
+    """Number of steps of a job, and seconds per step of its fault-free run."""
 
     steps: int
     step_s: float
+
+
+class Locations:
+    """Where a campaign's runs keep their checkpoints: on the job's own storage, apart from those of the job."""
+
+    def __init__(self, config: Config, campaign: str) -> None:
+        """Prepare those of the campaign of this name."""
+        self._location, self._tier = config.checkpoint.location, config.checkpoint.local_tier
+        self._campaign = f"chaos-{campaign}"
+
+    def location(self, folder: Path) -> str:
+        """Return the durable location of the run in `folder`."""
+        if self._location is None:
+            return str(folder / "checkpoints")
+        return f"{self._location.rstrip('/')}/{self._campaign}/{folder.name}"
+
+    def local_tier(self, folder: Path) -> str | None:
+        """Return the local tier of the run in `folder`, if the job has one."""
+        return f"{self._tier}/{self._campaign}/{folder.name}" if self._tier is not None else None
+
+    def tiers(self, folder: Path) -> Tiers:
+        """Open the storage of the run in `folder`."""
+        return open_tiers(self.location(folder), self.local_tier(folder))
+
+    def settings(self, folder: Path) -> list[str]:
+        """Return the options of `runner start` for the run in `folder`."""
+        tier = self.local_tier(folder)
+        settings = [f"checkpoint.location={self.location(folder)}"]
+        settings += [f"checkpoint.local_tier={tier}"] if tier is not None else []
+        return [part for setting in settings for part in ("--set", setting)]
+
+    def remove(self, folder: Path) -> None:
+        """Remove a run's folder and its checkpoints."""
+        for storage in self.tiers(folder).nearest_first:
+            storage.remove_all()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class FailpointFile:
     """A file that arms failpoints in running processes; see `checkpointing.host.failpoints`."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file with no failpoint armed.
-
-        Args:
-            path: The file; a folder of the same name, with the suffix .fired, holds what has fired.
-        """
+        """Create the file with no failpoint armed, and a folder (suffix .fired) for what has fired."""
         self._path, self._fired = path, path.with_suffix(".fired")
         self._fired.mkdir(parents=True)
         self.arm("")
@@ -100,10 +129,7 @@ class Scene:
     """What a fault may touch.
 
     Attributes:
-        run: The run under test.
-        tiers: The run's storage.
         random: Source of all choices.
-        failpoints: Arms failpoints in the run's processes.
         proxy: Between the run and its S3 server; None without a server that speaks plain HTTP.
         clock: The run's own wall clock, or why it has none.
         memory: The run's own memory cgroup, or why it has none.
@@ -132,7 +158,7 @@ class Fault:
     """One kind of fault.
 
     Attributes:
-        name: Name, as `runner chaos --fault` takes it.
+        name: As `runner chaos --fault` takes it.
         effect: What it is expected to end.
         inject: Injects it and returns what it did, in words. Raises NotApplicable.
         moments: When it may be injected.
@@ -162,3 +188,36 @@ class Fault:
         if self.damages:
             return tiers.durable.root is not None and tiers.local is None
         return True
+
+
+StartRun = Callable[[Path, dict[str, str], Callable[[int], None]], RunUnderTest]
+"""Makes the run of a folder, with additional environment variables and a callback for the runner's process id."""
+
+
+@contextlib.contextmanager
+def prepare_scene(folder: Path, locations: Locations, random: random.Random, make_run: StartRun) -> Iterator[Scene]:
+    """Set up everything that faults need around a run in a new folder; it is not started yet."""
+    folder.mkdir(parents=True)
+    failpoints = FailpointFile(folder / "failpoints")
+    environment = failpoints.environment
+    upstream = endpoint_of_environment()
+    with contextlib.ExitStack() as stack:
+        proxy = None
+        if upstream is not None and "://" in locations.location(folder):
+            proxy = stack.enter_context(FaultyProxy(upstream))
+            environment |= {"AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ENDPOINT_URL_S3": proxy.endpoint}
+        clock, memory = Clock.build(folder / "clock"), _memory_group(stack)
+        if isinstance(clock, Clock):
+            environment |= clock.environment
+        on_start = memory.enter if isinstance(memory, MemoryGroup) else lambda pid: None
+        tiers = locations.tiers(folder)
+        yield Scene(make_run(folder, environment, on_start), tiers, random, failpoints, proxy, clock, memory)
+
+
+def _memory_group(stack: contextlib.ExitStack) -> MemoryGroup | str:
+    try:
+        group = MemoryGroup()
+    except OSError as error:
+        return str(error)
+    stack.callback(group.close)
+    return group

@@ -84,9 +84,9 @@ def chaos(
     """
     from runner.chaos.campaign import Campaign
     from runner.chaos.faults import FAULTS
-    from runner.chaos.locations import Locations
     from runner.chaos.node_campaign import NodeCampaign, without_dropout
     from runner.chaos.node_faults import NODE_FAULTS
+    from runner.chaos.scene import Locations
     from runner.chaos.verdict import render, to_json
 
     names = [fault.name for fault in (FAULTS if nodes is None else NODE_FAULTS)]

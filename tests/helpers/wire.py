@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 from infra.parts import lacks, require
 
-from runner.chaos.network import Network, NoNetwork
-from runner.chaos.switch import Wire
+from runner.chaos.network import Network, NoNetwork, Wire
 
 NUM_HOSTS = 3
 

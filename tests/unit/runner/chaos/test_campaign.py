@@ -11,11 +11,9 @@ import pytest
 from helpers.journals import entry
 
 from runner.chaos.campaign import Campaign
-from runner.chaos.draw import FaultDraw
-from runner.chaos.locations import Locations
-from runner.chaos.result import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Injection
 from runner.chaos.run_under_test import RunUnderTest
-from runner.chaos.scene import CampaignFailed, JobPace
+from runner.chaos.scene import CampaignFailed, JobPace, Locations
+from runner.chaos.verdict import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Injection
 from runner.config.schema import Config
 from runner.journal.events import Entry
 
@@ -83,7 +81,7 @@ class Scripted(Campaign):
         run: Any = FaultFreeRun(folder, self._code, self._entries)
         return run  # type: ignore[no-any-return]
 
-    def _run_round(self, folder: Path, draw: FaultDraw, pace: JobPace, is_enough: Callable[[], bool]) -> bool:
+    def _run_round(self, folder: Path, pace: JobPace, is_enough: Callable[[], bool]) -> bool:
         self.result.runs += 1
         self.during_round()
         num_faults, passes = self.rounds.pop(0)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import journals
 
 from checkpointing.commit.tiers import open_tiers
 from runner.chaos import invariants
@@ -103,3 +104,34 @@ def test_a_runner_ends_with_the_code_of_its_journal(code: int, told: int | None,
     assert bool(invariants.exit_code_matches_journal(events, 7, code)) is wrong
     # It was stopped before it had begun to tell.
     assert invariants.exit_code_matches_journal(events, 8, code) == []
+
+
+@pytest.mark.parametrize(
+    ("acknowledged", "committed", "violations"),
+    [(-1, [], 0), (20, [10, 20], 0), (20, [10, 30], 0), (20, [10], 1), (20, [], 1)],
+)
+def test_what_was_acknowledged_is_in_storage(acknowledged: int, committed: list[int], violations: int) -> None:
+    assert len(invariants.acknowledged_is_there(acknowledged, committed)) == violations
+
+
+def test_an_attempt_has_the_checkpoints_of_one_node() -> None:
+    def committed(attempt: int, step: int, **more: object) -> dict[str, object]:
+        return {"time": 1.0, "event": "committed", "attempt": attempt, "step": step, "tier": "local", **more}
+
+    first, second = journals.entries([committed(1, 10), committed(2, 20)]), journals.entries([committed(3, 30)])
+    assert invariants.one_writer({0: first, 2: second}) == []
+    both = [*second, *journals.entries([committed(2, 25)])]
+    assert invariants.one_writer({0: first, 2: both}) == ["nodes [0, 2] have both committed in attempt 2"]
+    own = journals.entries([committed(2, 25, snapshot_attempt=2)])
+    assert invariants.one_writer({0: first, 2: own}) == ["nodes [0, 2] have both committed in attempt 2"]
+
+
+def test_a_replaced_leader_may_commit_what_the_new_one_holds_too() -> None:
+    """As when its runner stood still for 19 s: its agent and the new leader's held the same snapshot."""
+
+    def committed(attempt: int, step: int, snapshot_attempt: int) -> dict[str, object]:
+        event = {"time": 1.0, "event": "committed", "attempt": attempt, "step": step, "tier": "local"}
+        return {**event, "snapshot_attempt": snapshot_attempt}
+
+    replaced = journals.entries([committed(93, 760, 93), committed(94, 761, 93)])
+    assert invariants.one_writer({1: replaced, 2: journals.entries([committed(94, 780, 94)])}) == []

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from runner.chaos.network import Wire
 from runner.chaos.node_faults import NODE_FAULTS, FaultViolation
 from runner.chaos.scene import NotApplicable
-from runner.chaos.switch import Wire
 from runner.errors import ExitCode
 
 BY_NAME = {fault.name: fault for fault in NODE_FAULTS}

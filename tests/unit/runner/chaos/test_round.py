@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -11,12 +12,23 @@ from typing import Any
 import pytest
 
 from checkpointing.commit.tiers import open_tiers
-from runner.chaos.draw import FaultDraw
-from runner.chaos.result import Result
-from runner.chaos.round import Round
-from runner.chaos.scene import Effect, FailpointFile, Fault, JobPace, Moment, NotApplicable, Scene
+from runner.chaos.recovery import RunOver
+from runner.chaos.round import Round, draw_fault
+from runner.chaos.scene import (
+    TRAINING,
+    CampaignFailed,
+    Effect,
+    FailpointFile,
+    Fault,
+    JobPace,
+    Moment,
+    NotApplicable,
+    Scene,
+)
+from runner.chaos.verdict import Injection, Result
 from runner.journal.events import Entry
 from runner.journal.parsing import parse
+from runner.recovery.kinds import FailureKind
 
 
 def entry(name: str, attempt: int = 1, **rest: Any) -> Entry:
@@ -72,13 +84,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return Run(tmp_path)
 
 
-def round_of(run: Any, folder: Path, effect: Effect, inject: Callable[[Scene], str]) -> tuple[Round, Result]:
+def round_of(
+    run: Any, folder: Path, effect: Effect, inject: Callable[[Scene], str], **options: bool
+) -> tuple[Round, Result]:
     (folder / "checkpoints").mkdir()
     tiers = open_tiers(str(folder / "checkpoints"))
     scene = Scene(run, tiers, random.Random(1), FailpointFile(folder / "failpoints"))
     result = Result()
-    draw = FaultDraw([Fault("fault", effect, inject, (Moment.STEP,))], random.Random(1), result)
-    return Round(1, scene, draw, JobPace(10, 0.01), result, lambda text: None), result
+    faults = [Fault("fault", effect, inject, (Moment.STEP,), **options)]
+    return Round(1, scene, faults, JobPace(10, 0.01), result, lambda text: None), result
 
 
 def test_a_fault_that_the_run_survives_is_recorded(run: Any, tmp_path: Path) -> None:
@@ -121,3 +135,57 @@ def test_a_fault_that_does_not_apply_is_skipped(run: Any, tmp_path: Path) -> Non
     current, result = round_of(run, tmp_path, Effect.ATTEMPT, inject)
     current.run(lambda: False)
     assert result.injections == [] and result.skipped == {"fault": (1, "no rank is running")}
+
+
+def test_a_moment_never_comes_once_the_run_is_over(run: Any, tmp_path: Path) -> None:
+    run.code = 0
+    current, result = round_of(run, tmp_path, Effect.ATTEMPT, lambda scene: "done")
+    with pytest.raises(RunOver):
+        current._wait_for(Moment.RESTORE)
+    current.run(lambda: False)
+    assert result.injections == []
+
+
+def fault(name: str, **options: bool) -> Fault:
+    return Fault(name, Effect.ATTEMPT, lambda scene: "done", TRAINING, **options)
+
+
+def test_all_kinds_are_drawn_equally_often(tmp_path: Path) -> None:
+    result, tiers = Result(), open_tiers(str(tmp_path))
+    faults, source = [fault("a"), fault("b"), fault("c")], random.Random(1)
+    for number in range(9):
+        drawn, moment = draw_fault(faults, tiers, result, source, may_halve=True)
+        assert moment in TRAINING
+        # A skipped fault counts as a try, or one that never applies would be drawn forever.
+        if number % 2:
+            result.skip(drawn.name, "not now")
+        else:
+            result.injections.append(Injection(drawn.name, moment.value, 1, 1, "done"))
+    tries = Counter(injection.fault for injection in result.injections)
+    tries.update({name: number for name, (number, _) in result.skipped.items()})
+    assert tries == {"a": 3, "b": 3, "c": 3}
+
+
+def test_halving_faults_only_where_they_are_allowed(tmp_path: Path) -> None:
+    tiers, faults, source = open_tiers(str(tmp_path)), [fault("oom", halves=True), fault("kill")], random.Random(1)
+    drawn = {draw_fault(faults, tiers, Result(), source, may_halve=False)[0].name for _ in range(20)}
+    assert drawn == {"kill"}
+
+
+@pytest.mark.parametrize(("code", "num_faults"), [(None, 1), (0, 0)])
+def test_where_all_faults_halve_a_run_has_one(code: int | None, num_faults: int, run: Any, tmp_path: Path) -> None:
+    def inject(scene: Scene) -> str:
+        ended = {"cause": "x", "step": 1, "start_step": 0, "kind": FailureKind.OUT_OF_MEMORY.value}
+        run.entries += [entry("attempt_ended", **ended), entry("log", step=2, loss=1.0)]
+        return "done"
+
+    run.code = code
+    current, result = round_of(run, tmp_path, Effect.NOTHING, inject, halves=True)
+    current.run(lambda: False)
+    assert len(result.injections) == num_faults and current.is_halved == bool(num_faults)
+
+
+def test_a_fault_that_does_not_apply_to_the_storage_is_refused(tmp_path: Path) -> None:
+    faults = [fault("killed at remote.part")]
+    with pytest.raises(CampaignFailed, match="--list"):
+        draw_fault(faults, open_tiers(str(tmp_path)), Result(), random.Random(1), may_halve=True)

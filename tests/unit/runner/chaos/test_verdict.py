@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from runner.chaos.result import Injection, Result
-from runner.chaos.verdict import render, rows, to_json
+from runner.chaos.verdict import Injection, Result, render, rows, to_json
 
 
 def result() -> Result:

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from runner.chaos import campaign as campaign_module
 from runner.chaos import node_campaign as node_campaign_module
 from runner.chaos.faults import FAULTS
-from runner.chaos.result import Result as Verdict
+from runner.chaos.verdict import Result as Verdict
 from runner.cli.chaos import chaos
 from runner.errors import UsageError
 

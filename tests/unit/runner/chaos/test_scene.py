@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.chaos.locations import Locations
+from runner.chaos.scene import Locations
 from runner.config.schema import Config
 
 
