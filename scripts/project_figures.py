@@ -234,24 +234,21 @@ def storage_back_end_files(files: Iterable[Source]) -> Figure:
 
 
 _NEW_CLASS = """\
-    PROBE = (
+    PROBE = Rule(
         "probe failure",
-        Rule(
-            known_by="`ProbeError`",
-            response="end the run",
-            action=Action.GIVE_UP,
-            exit_code=ExitCode.DETERMINISTIC,
-            error=re.compile(r"^ProbeError"),
-            examples=("ProbeError: no luck",),
-        ),
+        known_by="`ProbeError`",
+        response="end the run",
+        action=Action.GIVE_UP,
+        exit_code=ExitCode.DETERMINISTIC,
+        error=re.compile(r"^ProbeError"),
+        examples=("ProbeError: no luck",),
     )
 """
 # Recognition, decision, and what journal readers think of the new class.
 _PROBE = """
 from runner.errors import ExitCode
 from runner.journal.ledger import is_failure
-from runner.recovery.classify import classify
-from runner.recovery.evidence import RankEnd
+from runner.recovery.classify import RankEnd, classify
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, decide
@@ -276,7 +273,7 @@ def failure_class_files(root: Path) -> Figure:
             shutil.copytree(root / package, copy / package, ignore=shutil.ignore_patterns("__pycache__", "data"))
         shutil.copy(root / "pyproject.toml", copy)
         text = (copy / table).read_text(encoding="utf-8")
-        first = text.find("    NO_VALID_CHECKPOINT = (")
+        first = text.find("    NO_VALID_CHECKPOINT = Rule(")
         (copy / table).write_text(text[:first] + _NEW_CLASS + text[first:], encoding="utf-8")
         tests = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/unit/runner/recovery"]
         for command in (["-c", _PROBE], tests):

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpointing.agent.protocol import Message
-from runner.recovery.classify import classify
-from runner.recovery.evidence import RankEnd
+from runner.recovery.classify import RankEnd, classify
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind, kind_of_error
 

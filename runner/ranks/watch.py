@@ -15,7 +15,7 @@ from checkpointing.agent.protocol import Message
 from runner.ranks import messages as rank_messages
 from runner.ranks.messages import RankMessage, Started
 from runner.ranks.output import STDERR_NAME
-from runner.recovery.evidence import RankEnd, read_error_file, read_last_words
+from runner.recovery.classify import RankEnd, read_error_file, read_last_words
 from runner.recovery.failure import is_effect
 
 

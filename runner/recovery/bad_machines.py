@@ -20,13 +20,7 @@ _MAX_CAUSE = 2000
 
 @dataclass(frozen=True)
 class BadMachine:
-    """A machine that is not to be used.
-
-    Attributes:
-        machine: See `this_machine`.
-        until: Seconds since the epoch.
-        cause: What failed, for people.
-    """
+    """A machine (see `this_machine`) that is not to be used until then, in seconds since the epoch, and why."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore")
 
@@ -36,7 +30,7 @@ class BadMachine:
 
     @classmethod
     def for_hours(cls, hours: float, machine: str, cause: str, now: float) -> BadMachine:
-        """Return a machine that is not to be used for so many hours from now, in seconds since the epoch."""
+        """Return a machine that is not to be used for so many hours from `now`."""
         return cls(machine, now + 3600 * hours, cause[:_MAX_CAUSE])
 
 
@@ -58,11 +52,7 @@ def this_machine() -> str:
 
 
 def read_bad_machines(sidecars: Sidecars, now: float) -> list[BadMachine]:
-    """Return the machines that are not to be used now; none if the record cannot be parsed.
-
-    Args:
-        sidecars: Those of the durable tier.
-        now: Seconds since the epoch.
+    """Return the machines that are not to be used now; none if the record in the durable tier cannot be parsed.
 
     Raises:
         OSError: Storage refused.
@@ -75,12 +65,7 @@ def read_bad_machines(sidecars: Sidecars, now: float) -> list[BadMachine]:
 
 
 def add_bad_machines(sidecars: Sidecars, bad: Sequence[BadMachine], now: float) -> None:
-    """Record machines that are not to be used.
-
-    Args:
-        sidecars: Those of the durable tier.
-        bad: The machines.
-        now: Seconds since the epoch.
+    """Record machines that are not to be used, in the durable tier.
 
     Raises:
         OSError: Storage refused.
@@ -91,13 +76,7 @@ def add_bad_machines(sidecars: Sidecars, bad: Sequence[BadMachine], now: float) 
 
 
 def refusal(bad: Sequence[BadMachine], machine: str, now: float) -> str | None:
-    """Return why a machine is not to be used; None if it may be.
-
-    Args:
-        bad: Machines that are not.
-        machine: Its identity.
-        now: Seconds since the epoch.
-    """
+    """Return why a machine is not to be used; None if it may be."""
     found = next((one for one in bad if one.machine == machine and one.until > now), None)
     if found is None:
         return None

@@ -117,10 +117,7 @@ class Failure:
 
 
 def read_window(value: Any) -> Window:
-    """Parse a window of steps.
-
-    Args:
-        value: A pair of steps.
+    """Parse a pair of steps.
 
     Raises:
         ValueError, TypeError: It is something else.
@@ -148,7 +145,7 @@ def combine(failures: Sequence[Failure]) -> Failure:
         failures: One per node, in the order of their node ranks.
 
     Returns:
-        The failure that is the cause, with the last step that any node finished.
+        The cause, with the last step that any node finished.
     """
     step = max(failure.step for failure in failures)
     bad = [failure for failure in failures if not failure.kind.is_orderly]

@@ -19,12 +19,7 @@ _MAX_CUTS = 65536
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One ended attempt.
-
-    Attributes:
-        failure: Why it ended.
-        committed_step: Newest committed step at that time, -1 if there was none.
-    """
+    """One ended attempt: why it ended, and the newest committed step at that time, -1 if there was none."""
 
     failure: Failure
     committed_step: int
@@ -86,12 +81,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the run.
-
-    Attributes:
-        exit_code: The runner's exit code.
-        reason: Why, for people.
-    """
+    """End the run with the runner's exit code, and a reason for people."""
 
     exit_code: ExitCode
     reason: str
@@ -207,12 +197,7 @@ def end_of_node(decision: Stop, node: int, bad_nodes: Collection[int]) -> Stop:
     """Decide how one node ends, given how the run ends.
 
     Schedulers count failures by node, and replace a node that exits with `BAD_NODE`. The others are healthy, so they
-    exit with `PREEMPTED`, which costs nothing.
-
-    Args:
-        decision: How the run ends.
-        node: The node's rank.
-        bad_nodes: Nodes whose hardware or driver has failed; empty in a run of one node.
+    exit with `PREEMPTED`, which costs nothing. There are no `bad_nodes` in a run of one node.
     """
     if decision.exit_code is not ExitCode.BAD_NODE or not bad_nodes or node in bad_nodes:
         return decision
@@ -224,9 +209,7 @@ def end_of_node(decision: Stop, node: int, bad_nodes: Collection[int]) -> Stop:
 def failures_in_a_row(history: Sequence[AttemptRecord], *, can_cut: bool = True) -> int:
     """Count the failures at the end of a history that brought the run no further and cost budget.
 
-    Args:
-        history: Ended attempts, oldest first.
-        can_cut: Whether the job divides its batches on request; if not, running out of memory costs budget, too.
+    For a job that cannot divide its batches on request, running out of memory costs budget, too.
     """
     return _in_a_row(history, lambda kind: kind.rule.costs_budget or (kind.rule.action is Action.HALVE and not can_cut))
 
@@ -247,14 +230,10 @@ def _same_place(one: Failure, other: Failure) -> bool:
 def backoff_s(
     failures_in_a_row: int, *, initial_s: float, max_s: float, jitter_s: float, source: random.Random | None = None
 ) -> float:
-    """Return the seconds to wait before the next attempt: none after a first failure, then doubling, with jitter.
+    """Return the seconds to wait before the next attempt.
 
-    Args:
-        failures_in_a_row: See `Restart`.
-        initial_s: Seconds after the second failure.
-        max_s: Upper bound, jitter included.
-        jitter_s: Upper bound of a uniformly distributed addition.
-        source: Random numbers; the `random` module by default.
+    None after a first failure, `initial_s` after the second one, then doubling, plus up to `jitter_s`, distributed
+    uniformly; all at most `max_s`.
     """
     if failures_in_a_row <= 1:
         return 0.0

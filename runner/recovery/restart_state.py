@@ -111,23 +111,13 @@ class RestartState:
         self.history = [*self.history, record][-_MAX_FAILURES:]
 
     def history_with(self, failure: Failure | None, committed_step: int) -> list[AttemptRecord]:
-        """Return the failures with the newest end, which need not be recorded as one.
-
-        Args:
-            failure: The newest end; None if it is recorded.
-            committed_step: Newest committed step, -1 if there is none.
-        """
+        """Return the failures with the newest end, unless it is None or recorded as one of them."""
         if failure is None or (self.history and self.history[-1].failure is failure):
             return list(self.history)
         return [*self.history, AttemptRecord(failure, committed_step)]
 
     def account_for_steps(self, first: int, last: int) -> None:
-        """Count the steps that an attempt recomputed.
-
-        Args:
-            first: Step that it started from.
-            last: Last step that it finished.
-        """
+        """Count the steps that an attempt recomputed, which started from one step and finished another one last."""
         self.lost_steps += max(self.reached - first, 0)
         self.reached = last
 
@@ -141,11 +131,7 @@ class RestartState:
         return True
 
     def to_json(self, attempt: int) -> str:
-        """Return the state as JSON.
-
-        Args:
-            attempt: The newest one; the state of an older attempt does not replace that of a newer one.
-        """
+        """Return the state as JSON; that of an older attempt does not replace that of a newer one."""
         history = [{"failure": r.failure.to_dict(), "committed_step": r.committed_step} for r in self.history]
         body = {"attempt": attempt, "history": history, "batch": asdict(self.batch), "running": self.running}
         body |= {"skipped": self.skipped, "lineage": self.lineage, "finished": self.finished}
@@ -177,7 +163,7 @@ class RestartState:
                 raise ValueError(f"not counts of steps: {reached!r}, {lost_steps!r}")
             return cls(
                 history,
-                _batch(**body.get("batch", {})),
+                _batch(body.get("batch", {})),
                 int(running) if running is not None else None,
                 skipped,
                 reached,
@@ -190,14 +176,10 @@ class RestartState:
             return cls()
 
 
-def _batch(
-    micro_batch: int | None = None,
-    accumulation: int = 1,
-    divisor: int = 1,
-    samples: int | None = None,
-    model_ranks: int = 1,
-) -> BatchDivision:
-    numbers = [accumulation, divisor, model_ranks, *(one for one in (micro_batch, samples) if one is not None)]
-    if not all(type(number) is int and 0 < number < 2**31 for number in numbers):
-        raise ValueError(f"not a shape of batches: {numbers}")
-    return BatchDivision(micro_batch, accumulation, divisor, samples, model_ranks)
+def _batch(fields: dict[str, Any]) -> BatchDivision:
+    batch = BatchDivision(**fields)
+    numbers = [number for number in fields.values() if number is not None]
+    required = (batch.accumulation, batch.divisor, batch.model_ranks)
+    if None in required or not all(type(number) is int and 0 < number < 2**31 for number in numbers):
+        raise ValueError(f"not a shape of batches: {fields}")
+    return batch

@@ -8,7 +8,7 @@ import socket
 import time
 from typing import Any
 
-from runner.recovery.evidence import printable
+from runner.recovery.classify import printable
 
 # Seconds that `send_surely` waits for space in the supervisor's short queue.
 _PATIENCE_S = 2.0

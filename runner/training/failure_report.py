@@ -14,7 +14,7 @@ from typing import Any
 
 from checkpointing.errors import CheckpointError
 from runner.errors import RunnerError
-from runner.recovery.evidence import of_its_origin
+from runner.recovery.classify import of_its_origin
 
 # Connection errors, time-outs and failed name lookups, by their class names in requests, urllib3, httpx, aiohttp,
 # botocore and huggingface_hub. Importing those packages for isinstance would cost each rank more than a second.

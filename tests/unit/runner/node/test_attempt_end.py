@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runner.node.attempt_end import AttemptEnd, failure_of, storage_failed
-from runner.recovery.evidence import RankEnd
+from runner.recovery.classify import RankEnd
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 

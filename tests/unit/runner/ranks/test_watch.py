@@ -14,7 +14,7 @@ from checkpointing.host.threads import is_readable
 from runner.ranks.messages import Started
 from runner.ranks.output import STDERR_NAME
 from runner.ranks.watch import RankWatch
-from runner.recovery.evidence import RankEnd
+from runner.recovery.classify import RankEnd
 
 EFFECT = "RuntimeError: Connection closed by peer"
 OWN = "ValueError: bad sample"

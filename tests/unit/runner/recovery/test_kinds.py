@@ -7,8 +7,7 @@ import re
 import pytest
 
 from runner.errors import ExitCode
-from runner.recovery.classify import classify
-from runner.recovery.evidence import RankEnd
+from runner.recovery.classify import RankEnd, classify
 from runner.recovery.failure import Failure, combine
 from runner.recovery.kinds import Action, FailureKind, Rule, is_failure, kind_of_error
 from runner.recovery.policy import AttemptRecord, Restart, Stop, decide
@@ -106,6 +105,7 @@ LICENCE = RankEnd(1, 0, 1, "LicenceError: no seat is free", "f.py:3")
 def licence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FailureKind:
     """A class that is defined by its row alone, in the place of one without a pattern."""
     rule = Rule(
+        FailureKind.RUNNER_LOST.value,
         known_by="the error of the licence server",
         response="end the run; start it when a seat is free",
         error=re.compile("^LicenceError"),
