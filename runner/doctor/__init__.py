@@ -10,10 +10,8 @@ from runner.config.schema import Config
 from runner.config.topology import shape_of
 from runner.doctor.collectives import check_collectives
 from runner.doctor.findings import Finding, Level, fail, warn
-from runner.doctor.gpu_checks import check_devices, links_between_gpus
-from runner.doctor.location_checks import check_locations
-from runner.doctor.machine_checks import check_node
-from runner.doctor.mesh import check_mesh
+from runner.doctor.gpu_checks import check_devices, check_mesh, links_between_gpus
+from runner.doctor.machine_checks import check_locations, check_node
 from runner.doctor.settings import check_settings, has_rdma
 from runner.errors import UsageError
 from runner.plan.memory_need import PlannedJob, estimate

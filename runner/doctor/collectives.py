@@ -26,13 +26,7 @@ _NETWORK = (
 
 
 def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Finding]:
-    """Run all-reduce on all ranks; with several nodes, every node calls this at about the same time.
-
-    Args:
-        config: The run.
-        nnodes: Number of nodes.
-        nproc: Number of ranks per node.
-    """
+    """Run all-reduce on all ranks; with several nodes, every node calls this at about the same time."""
     if nnodes * nproc < 2:
         yield ok("all-reduce", "not needed with one rank")
         return
@@ -63,11 +57,7 @@ def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Findi
 
 
 def judge(measured: Mapping[str, Any]) -> Iterator[Finding]:
-    """Judge what the ranks measured.
-
-    Args:
-        measured: The JSON of `runner.doctor.all_reduce`.
-    """
+    """Judge what the ranks measured, as `runner.doctor.all_reduce` writes it."""
     ranks = measured["ranks"]
     wrong = [str(rank["rank"]) for rank in ranks if not rank["right"]]
     if wrong:

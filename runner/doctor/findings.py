@@ -16,14 +16,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        level: Severity.
-        subject: What was checked.
-        text: What was found.
-        fix: Suggested fix; empty if there is nothing to do.
-    """
+    """One line of the report: what was checked, what was found, and what to do about it, if anything."""
 
     level: Level
     subject: str

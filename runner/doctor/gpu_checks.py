@@ -1,13 +1,20 @@
-"""Numbers, health and links of the GPUs."""
+"""Number, health and links of the GPUs, and whether the links suit the strategy.
+
+Which ranks exchange parameters at each layer, and over what: DDP and ZeRO 1 and 2 exchange gradients once a step, while
+the backward pass runs. FSDP and ZeRO 3 gather the parameters of each layer before it runs, forward and backward, and
+reduce its gradients: half as much traffic again (S. Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 7), and
+computation waits for it.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from runner.doctor.findings import Finding, fail, ok, warn
+from runner.plan.memory_need import PlannedJob
 from runner.system.gpus import number, query, run, visible
 
 # What nvidia-smi prints instead of a value for a card that hangs or needs a reset. "[N/A]" and "[Not Supported]" only
@@ -15,6 +22,9 @@ from runner.system.gpus import number, query, run, visible
 _SICK = re.compile(r"\[?(GPU requires reset|Unknown Error|GPU is lost)\]?|ERR!")
 # Share of memory from which a card counts as used by other processes.
 _BUSY_SHARE = 0.05
+
+# Parameters are gathered for the forward pass and for the backward pass; gradients are reduced.
+_PASSES = 3
 
 FASTEST_LINK = "NVLink"
 # How two GPUs are connected, best first (nvidia-smi topo -m).
@@ -29,11 +39,9 @@ LINKS = {
 
 
 def check_devices(num_ranks: int, links: Counter[str] | None = None) -> Iterator[Finding]:
-    """Check number, health and links of the GPUs.
+    """Check number, health and links of the GPUs for the ranks of this node.
 
-    Args:
-        num_ranks: Number of ranks on this node.
-        links: What `links_between_gpus` has returned; None asks the driver.
+    Without `links`, the driver is asked for them.
     """
     try:
         rows = visible(query())
@@ -89,10 +97,9 @@ def links_between_gpus() -> Counter[str]:
 
 
 def links_in(text: str) -> Counter[str]:
-    """Count pairs of GPUs by how they are connected.
+    """Count pairs of GPUs by how they are connected, in the matrix of `nvidia-smi topo -m`.
 
-    Args:
-        text: The matrix of `nvidia-smi topo -m`, in which columns of network cards and affinities follow the GPUs.
+    Columns of network cards and affinities follow the GPUs.
     """
     plain = (re.sub(r"\x1b?\[[0-9;]*m", "", line).split() for line in text.splitlines())
     # The header may begin with GPU0, too, but another GPU follows it.
@@ -118,3 +125,59 @@ def topology(links: Counter[str]) -> Iterator[Finding]:
                 f"GPUs are connected unevenly: {pairs}",
                 "request all GPUs of a node, or GPUs that share NVLink",
             )
+
+
+def check_mesh(job: PlannedJob, num_parameters: int, links: Mapping[str, int], *, has_rdma: bool) -> Iterator[Finding]:
+    """Check the links that a sharded model's traffic takes; for models that are not sharded there is nothing to check.
+
+    Args:
+        job: The job.
+        num_parameters: Elements of the model.
+        links: Number of pairs of this node's GPUs by how they are connected (see `links_in`).
+        has_rdma: Whether this node has a network card for RDMA.
+    """
+    shards_all = job.strategy in ("fsdp", "fsdp_all_nodes") or job.zero_stage == 3 or job.dp_shard > 1
+    if job.ranks == 1 or not job.on_gpu:
+        return
+    if job.tp > 1:
+        yield _check_tensor_parallel(job, links)
+    if not shards_all:
+        return
+    crosses = job.sharing_ranks > job.local_ranks
+    traffic = f"each step moves {_PASSES * num_parameters * job.compute_bytes / 1e9:.2f} GB to and from each rank"
+    if crosses and not has_rdma:
+        yield warn(
+            "mesh",
+            f"{traffic} between nodes, and this node has no network card for RDMA",
+            "use nodes with InfiniBand, RoCE or EFA, or strategy=fsdp, which shards within a node only, if a node can "
+            "hold the state (see runner plan)",
+        )
+    worst = _slowest(links)
+    if job.local_ranks == 1 or worst is None:
+        return
+    if worst == FASTEST_LINK:
+        yield ok("mesh", f"{traffic}, within this node over {worst}")
+    else:
+        yield warn(
+            "mesh",
+            f"{traffic}, within this node over {worst}",
+            "use GPUs with NVLink between all of them, or strategy=ddp or ZeRO 2 if a GPU can hold the model (see "
+            "runner plan)",
+        )
+
+
+def _slowest(links: Mapping[str, int]) -> str | None:
+    return max(links, key=list(LINKS.values()).index, default=None)
+
+
+def _check_tensor_parallel(job: PlannedJob, links: Mapping[str, int]) -> Finding:
+    """Ranks that compute a layer together exchange its activations four times per layer and micro-batch."""
+    worst = _slowest(links)
+    text = f"the {job.tp} ranks of a tensor parallel group wait for each other's activations in every layer"
+    if worst in (None, FASTEST_LINK):
+        return ok("mesh", f"{text}, within this node over {worst or 'links that are not known'}")
+    return warn(
+        "mesh",
+        f"{text}, within this node over {worst}",
+        "use GPUs with NVLink between all of them, or dp_shard instead of tp, if a GPU can compute a layer alone",
+    )

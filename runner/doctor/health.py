@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
-from runner.doctor import neighbours
+from runner.doctor.all_reduce import IN_USE, fault_between
 from runner.system import processes
 
 _SIZE = 1024
@@ -45,13 +45,13 @@ def faults() -> Iterator[str]:
             are_sound = False
             continue
         except RuntimeError as error:
-            if neighbours.IN_USE.search(str(error)):
+            if IN_USE.search(str(error)):
                 are_sound = False
                 continue
             found = [f"failed: {str(error).splitlines()[0]}"]
         yield from (f"GPU {device.index} {fault}" for fault in found)
         are_sound = are_sound and not found
-    if are_sound and len(devices) > 1 and (fault := neighbours.fault_between(devices)):
+    if are_sound and len(devices) > 1 and (fault := fault_between(devices)):
         yield f"GPUs 0 to {len(devices) - 1} {fault}"
 
 

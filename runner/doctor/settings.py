@@ -16,15 +16,7 @@ from runner.doctor.findings import Finding, fail, ok, warn
 def check_settings(
     config: Config, environment: Mapping[str, str], num_ranks: int, nnodes: int, *, on_gpu: bool
 ) -> Iterator[Finding]:
-    """Compare the environment and the section `launch:` with this node.
-
-    Args:
-        config: The run.
-        environment: Environment variables.
-        num_ranks: Number of ranks on this node.
-        nnodes: Number of nodes.
-        on_gpu: Whether the ranks use GPUs.
-    """
+    """Compare the environment and the section `launch:` with this node and its ranks."""
     interfaces = psutil.net_if_addrs()
     found = [*_interfaces(environment, set(interfaces)), *_variables(environment, num_ranks, nnodes, on_gpu)]
     found += _addresses(config, nnodes, {a.address for addresses in interfaces.values() for a in addresses})

@@ -1,8 +1,12 @@
-"""What one rank of the all-reduce check measures, with collectives and a clock of the test's own."""
+"""What one rank of the all-reduce check measures, with collectives and a clock of the test's own.
+
+For the devices of a node, real processes meet with gloo.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from runner.doctor import all_reduce as ranks
+from runner.doctor.all_reduce import fault_between
 
 CPU = torch.device("cpu")
+TWO = [torch.device("cpu")] * 2
+WRONG = """
+import os, sys
+from runner.doctor import all_reduce
+all_reduce.all_reduce_is_right = lambda *_: False
+all_reduce._check_together(0, os.getppid(), ["cpu"], sys.argv[1])
+"""
 
 
 class Group:
@@ -100,3 +113,40 @@ def test_the_first_rank_of_each_node_writes_the_results_of_all(
         assert result["backend"] == "gloo" and len(result["ranks"]) == 2
         one = result["ranks"][0]
         assert (one["rank"], one["right"], one["compute_s"], list(one["bandwidth"])) == (1, True, 0.25, ["1024"])
+
+
+@pytest.mark.process
+def test_the_sum_of_sound_devices_is_right() -> None:
+    assert fault_between(TWO) == ""
+
+
+@pytest.mark.process
+def test_a_wrong_sum_ends_a_rank_with_its_own_code(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", WRONG, str(tmp_path / "store")], capture_output=True, text=True)
+    assert done.returncode == ranks.WRONG, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (ProcessExitedException("...", 1, 7, ranks.WRONG), "compute a wrong sum together"),
+        (
+            ProcessExitedException("...", 1, 7, -6, "SIGABRT"),
+            "cannot communicate: rank 1 ended with SIGABRT",
+        ),
+        (
+            ProcessExitedException("...", 0, 7, 1),
+            "cannot communicate: rank 0 ended with 1",
+        ),
+        (
+            ProcessRaisedException("Traceback\nDistBackendError: NCCL error\n", 1, 7),
+            "cannot communicate: DistBackendError: NCCL error",
+        ),
+    ],
+)
+def test_how_ranks_end_says_what_is_wrong(error: Exception, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ranks, "spawn", spawn)
+    assert fault_between(TWO) == fault

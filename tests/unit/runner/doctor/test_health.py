@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.doctor import health, neighbours
+from runner.doctor import health
 
 CPU = torch.device("cpu")
 
@@ -99,6 +99,6 @@ def test_sound_gpus_add_up_together(between: str, expected: list[str], monkeypat
         asked.append(devices)
         return between
 
-    monkeypatch.setattr(neighbours, "fault_between", fault_between)
+    monkeypatch.setattr(health, "fault_between", fault_between)
     assert [fault[: len(start)] for fault, start in zip(health.faults(), expected, strict=True)] == expected
     assert asked == [[torch.device("cuda", 0), torch.device("cuda", 1)]]

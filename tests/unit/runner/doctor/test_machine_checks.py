@@ -11,7 +11,7 @@ import pytest
 from checkpointing.errors import CheckpointError
 from checkpointing.storage.rates import Rates
 from runner.doctor.findings import Finding, Level
-from runner.doctor.location_checks import check_locations
+from runner.doctor.machine_checks import check_locations
 
 GB = 10**9
 

@@ -6,7 +6,7 @@ import pytest
 
 from runner.config.schema import Config
 from runner.doctor.findings import Level
-from runner.doctor.mesh import check_mesh
+from runner.doctor.gpu_checks import check_mesh
 from runner.plan.memory_need import PlannedJob
 
 NVLINK, PCIE = {"NVLink": 28}, {"NVLink": 4, "PCIe and the link between the processors": 24}
