@@ -51,16 +51,8 @@ class Cloud:
     hint: ClassVar[str] = ""
 
     def __init__(self, client: MetadataClient, lead_s: float, pace: float) -> None:
-        """Prepare the checks.
-
-        Args:
-            client: Sends the requests.
-            lead_s: Seconds before the end of the instance from which a scheduled event counts.
-            pace: Factor of all waits, for tests.
-        """
-        self.client = client
-        self.lead_s = lead_s
-        self.pace = pace
+        """Prepare the checks; see `NoticeWatcher`."""
+        self.client, self.lead_s, self.pace = client, lead_s, pace
         # Whole seconds, as in the clouds' notices.
         self.started_at = int(time.time())
 

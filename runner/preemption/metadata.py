@@ -28,14 +28,7 @@ class Unexpected(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the service.
-
-    Attributes:
-        request: Method and path.
-        status: HTTP status.
-        headers: Headers by lower-case name.
-        text: Body without surrounding white space.
-    """
+    """An answer of the service to a request (method and path): headers by lower-case name, and the stripped body."""
 
     request: str
     status: int
@@ -43,11 +36,7 @@ class Answer:
     text: str
 
     def require_ok(self) -> Answer:
-        """Return the answer if its status is 200.
-
-        Raises:
-            Unexpected: It is another status.
-        """
+        """Return the answer; raise Unexpected if its status is not 200."""
         if self.status != 200:
             raise Unexpected(f"{self.status} for {self.request}")
         return self
@@ -73,12 +62,6 @@ class MetadataClient:
 
     def ask(self, method: str, path: str, headers: Mapping[str, str], timeout_s: float | None = None) -> Answer:
         """Send a request.
-
-        Args:
-            method: HTTP method.
-            path: Path and query.
-            headers: Request headers.
-            timeout_s: Time-out in seconds; None for REQUEST_TIMEOUT_S.
 
         Raises:
             Unavailable: There is no answer, or only a transient one.

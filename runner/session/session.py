@@ -20,7 +20,7 @@ from runner.config.schema import Config
 from runner.journal.events import PreemptionNotice, StopRequested
 from runner.journal.journal import Journal, SteadyClock, read_journal
 from runner.journal.run_directory import RunDirectory
-from runner.preemption.watcher import Notice, NoticeWatcher
+from runner.preemption import Notice, NoticeWatcher
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
 from runner.ui.progress import ProgressDisplay

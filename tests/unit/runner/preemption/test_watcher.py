@@ -18,9 +18,8 @@ from helpers import metadata as services
 from helpers.metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, MetadataService, serve
 from infra.ports import free_port
 
-from runner.preemption import clouds, metadata
+from runner.preemption import Notice, NoticeWatcher, clouds, metadata
 from runner.preemption.metadata import MetadataClient, Unavailable
-from runner.preemption.watcher import Notice, NoticeWatcher
 from runner.session.session import Session
 from runner.system.event_loop import StopRequest
 
