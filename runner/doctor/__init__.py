@@ -14,8 +14,7 @@ from runner.doctor.gpu_checks import check_devices, check_mesh, links_between_gp
 from runner.doctor.machine_checks import check_locations, check_node
 from runner.doctor.settings import check_settings, has_rdma
 from runner.errors import UsageError
-from runner.plan.memory_need import PlannedJob, estimate
-from runner.plan.model_shape import examine_model
+from runner.plan.memory_need import PlannedJob, estimate, examine_model
 from runner.system.gpus import find_gpus
 
 __all__ = ["Finding", "Level", "examine"]

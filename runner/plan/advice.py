@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from checkpointing.snapshot.cadence import best_interval_s
 from runner.journal.ledger import NOT_RUNNING
-from runner.plan.memory_need import Need, PlannedJob, estimate
-from runner.plan.model_shape import ModelShape
+from runner.plan.memory_need import ModelShape, Need, PlannedJob, estimate
 from runner.plan.simulate.engine import Forecast, forecast
 from runner.plan.simulate.scenario import HOUR_S, Scenario
 
@@ -22,14 +21,7 @@ _RUNS = 200
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train.
-
-    Attributes:
-        name: Name for the table.
-        job: The job, trained this way.
-        need: Its memory.
-        obstacle: Why it cannot be used; empty if it can.
-    """
+    """One way to train, and why it cannot be used (empty if it can)."""
 
     name: str
     job: PlannedJob
@@ -69,7 +61,7 @@ def options(model: ModelShape, job: PlannedJob, memory_bytes: int) -> list[Optio
     Args:
         model: The model.
         job: The job as configured.
-        memory_bytes: Memory of a GPU, or of this node per rank, in bytes.
+        memory_bytes: Memory of a GPU, or of this node per rank.
     """
     found = []
     ways = [
@@ -109,10 +101,6 @@ def options(model: ModelShape, job: PlannedJob, memory_bytes: int) -> list[Optio
 
 def choose(found: Sequence[Option], wanted: PlannedJob) -> tuple[Option | None, str]:
     """Choose the configured strategy if it fits, else the simplest that does.
-
-    Args:
-        found: The evaluated strategies.
-        wanted: The job as configured.
 
     Returns:
         The choice (None if nothing fits), and the reason.
@@ -184,13 +172,7 @@ def saving(
 
 
 def outlook(scenario: Scenario, price_per_hour: float | None, nnodes: int) -> tuple[Forecast, float | None]:
-    """Forecast goodput and cost. While one node is missing, the others wait and are paid for.
-
-    Args:
-        scenario: The run.
-        price_per_hour: Price of a node; None if unknown.
-        nnodes: Number of nodes.
-    """
+    """Forecast goodput, and cost if a node's price is known: while one is missing, the others wait and are paid."""
     seen = forecast(scenario, _RUNS)
     if price_per_hour is None:
         return seen, None

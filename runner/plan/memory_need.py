@@ -1,4 +1,4 @@
-"""Memory of a rank, by component.
+"""Memory of a rank, by component, for a model that a process with torch has measured.
 
 Weights, gradients and optimizer state are counted exactly. Activations follow "Reducing Activation Recomputation in
 Large Transformer Models" (arXiv 2205.05198), adapted to current layers: RMSNorm, gated MLP, grouped queries, and
@@ -7,12 +7,17 @@ attention that stores no matrix unless it has dropout.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from runner.config.schema import Config, MeshConfig
-from runner.plan.model_shape import ModelShape
+from runner.errors import UsageError
 
 # Bits per weight of 4-bit NormalFloat with double quantisation: 4 + 8 / 64 + 32 / (64 * 256) (arXiv 2305.14314).
 _NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
@@ -31,6 +36,67 @@ _ZERO_BUCKET = 500_000_000
 # SFTConfig's own defaults.
 _MICRO_BATCH = 8
 _MAX_LENGTH = 1024
+# Seconds in which the model's process ends.
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Numbers of elements, and sizes of the architecture.
+
+    Attributes:
+        parameters: Elements of all parameters.
+        tensors: Number of parameter tensors.
+        linear: Elements of the linear layers except the output, which QLoRA stores in 4 bits.
+        largest_layer: Elements of the largest decoder layer, the unit that FSDP gathers.
+        layers: Number of decoder layers.
+        hidden: Width of the hidden state.
+        intermediate: Width of the MLP.
+        heads: Number of attention heads.
+        vocab: Size of the vocabulary.
+        adapter: Elements that LoRA trains.
+        adapter_tensors: Number of tensors that LoRA trains.
+        base_bytes: Memory of a process with the imports of a rank, in bytes.
+    """
+
+    parameters: int
+    tensors: int
+    linear: int
+    largest_layer: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    vocab: int
+    adapter: int
+    adapter_tensors: int
+    base_bytes: int
+
+
+def examine_model(config: Config) -> ModelShape:
+    """Build the configured model without its weights, and measure it.
+
+    Raises:
+        UsageError: The model cannot be found or built.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(config.to_yaml())
+        command = [sys.executable, "-m", "runner.training.measure_model", str(file)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired:
+            raise UsageError(
+                f"the model could not be built within {_TIMEOUT_S:.0f} s; check that the Hub can be reached"
+            ) from None
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+        if "error" in answer:
+            raise UsageError(str(answer["error"]))
+        return ModelShape(**{field.name: int(answer[field.name]) for field in fields(ModelShape)})
+    except (ValueError, IndexError, KeyError, TypeError):
+        lines = done.stderr.strip().splitlines()
+        raise UsageError(f"the model cannot be built: {lines[-1] if lines else 'no reason given'}") from None
 
 
 @dataclass(frozen=True)
@@ -87,14 +153,7 @@ class PlannedJob:
 
     @classmethod
     def of(cls, config: Config, ranks: int, local_ranks: int, *, on_gpu: bool) -> PlannedJob:
-        """Return the job that `runner start` would run.
-
-        Args:
-            config: The configuration.
-            ranks: Number of ranks of all nodes.
-            local_ranks: Number of ranks per node.
-            on_gpu: Whether ranks train on GPUs.
-        """
+        """Return the job that `runner start` would run."""
         trainer: Mapping[str, Any] = config.trainer
         fp16 = bool(trainer.get("fp16", False))
         bf16 = bool(trainer.get("bf16", on_gpu and not fp16))
@@ -141,9 +200,6 @@ class Need:
 
     Attributes:
         base: The process, or CUDA, before the model is loaded.
-        weights: Weights.
-        gradients: Gradients.
-        optimizer: Optimizer state.
         buckets: Copies of gradients (DDP), of gathered parameters (FSDP), of weights in 16 bits (autocast).
         activations: What the backward pass needs.
         logits: The last layer and the loss.
@@ -178,12 +234,7 @@ class Need:
 
 
 def estimate(model: ModelShape, job: PlannedJob) -> Need:
-    """Estimate the memory of a rank.
-
-    Args:
-        model: The model.
-        job: The job.
-    """
+    """Estimate the memory of a rank."""
     adapters, sharded = job.method in ("lora", "qlora"), job.sharing_ranks > 1
     trained = model.adapter if adapters else model.parameters
     # accelerate stores what FSDP2 trains in fp32. PEFT does the same with adapters, except on a quantised base.

@@ -18,8 +18,7 @@ from runner.config.schema import Config
 from runner.config.topology import shape_of
 from runner.errors import UsageError
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
-from runner.plan.memory_need import PlannedJob
-from runner.plan.model_shape import ModelShape, examine_model
+from runner.plan.memory_need import ModelShape, PlannedJob, examine_model
 from runner.plan.simulate.engine import Forecast
 from runner.plan.simulate.scenario import GPU_MTTF_S, HOUR_S, Scenario
 from runner.system.gpus import Gpu, find_gpus
@@ -58,18 +57,15 @@ class Plan:
     """A plan.
 
     Attributes:
-        model: The model.
         memory_bytes: Memory of a GPU, or of this node per rank.
         local_ranks: Ranks per node.
         options: The evaluated strategies.
         chosen: The recommended one; None if nothing fits.
-        why: The reason.
         saving: Durations and intervals of saves.
         rates: Bytes per second: copy, write, read.
         mttf_s: Mean seconds between failures of the run.
         assumed: Assumptions, in words.
         outlooks: Forecast and cost, by way of renting.
-        currency: Currency of the cost.
     """
 
     model: ModelShape
@@ -135,13 +131,7 @@ def make_plan(
     find: Callable[[], list[Gpu]] = find_gpus,
     examine: Callable[[Config], ModelShape] = examine_model,
 ) -> Plan:
-    """Compute the plan.
-
-    Args:
-        config: The configuration.
-        given: What the user states.
-        find: Returns the GPUs of this node.
-        examine: Measures the model.
+    """Compute the plan; `find` returns the GPUs of this node, and `examine` measures the model.
 
     Raises:
         UsageError: The model cannot be built, or checkpoint.location cannot be used.

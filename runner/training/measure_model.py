@@ -27,7 +27,7 @@ def model_shape(config: Config) -> dict[str, Any]:
         config: The configuration.
 
     Returns:
-        The fields of `runner.plan.model_shape.ModelShape`.
+        The fields of `runner.plan.memory_need.ModelShape`.
 
     Raises:
         UsageError: The model cannot be found, or has no such layers.

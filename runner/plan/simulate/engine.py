@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from runner.journal.ledger import LOST, MISSING, NOT_RUNNING, TRAINING
-from runner.plan.simulate.nodes import Nodes
 from runner.plan.simulate.scenario import Scenario
 from runner.recovery.policy import backoff_s
 
@@ -20,13 +19,7 @@ _MAX_INTERRUPTIONS = 200_000
 
 @dataclass
 class Outcome:
-    """One simulated run.
-
-    Attributes:
-        seconds: Seconds by cause, named as in the ledger.
-        interruptions: Number of failures and reclaims.
-        finished: Whether the run ended.
-    """
+    """One simulated run: seconds by cause, named as in the ledger, and the number of failures and reclaims."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     interruptions: int = 0
@@ -108,22 +101,13 @@ def forecast(scenario: Scenario, runs: int = 200, seed: int = 0, trace_s: Sequen
 def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | None = None) -> Outcome:
     """Simulate one run to its end. Interruptions also occur during start-up and restore.
 
-    Args:
-        scenario: The run.
-        source: Source of randomness.
-        gaps: Seconds between failures, instead of an exponential distribution.
+    With `gaps`, these are the seconds between failures, instead of an exponential distribution.
     """
     return _Run(scenario, source, gaps).to_its_end()
 
 
 class _Run:
-    """One simulated run, from one interruption to the next.
-
-    Args:
-        scenario: The run.
-        source: Source of randomness.
-        gaps: Seconds between failures, instead of an exponential distribution.
-    """
+    """One simulated run, from one interruption to the next."""
 
     def __init__(self, scenario: Scenario, source: random.Random, gaps: Iterator[float] | None) -> None:
         self._it, self._source, self._gaps = scenario, source, gaps
@@ -235,6 +219,63 @@ class _Run:
 
     def _draw_failure(self) -> float:
         return next(self._gaps) if self._gaps is not None else _exponential(self._source, self._it.mttf_s)
+
+
+class Nodes:
+    """Which nodes a run has, as time passes and nodes are lost: active ones that train, or would, and spares."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Begin with all nodes and all spares."""
+        self._it = scenario
+        self.active, self.spares = int(scenario.nodes), int(scenario.spares)
+        # Seconds until each replacement is there, the next one first.
+        self._coming: list[float] = []
+        self._since_change_s = math.inf
+
+    @property
+    def share(self) -> float:
+        """Active nodes, as a share of those that the run may have."""
+        return self.active / self._it.nodes
+
+    @property
+    def growth_in(self) -> float:
+        """Seconds until a node can be admitted; inf if none is missing."""
+        if self.active == self._it.nodes or not (self.spares or self._coming):
+            return math.inf
+        there_in = 0.0 if self.spares else self._coming[0]
+        return max(there_in, self._it.grow_interval_s - self._since_change_s, 0.0)
+
+    def elapse(self, seconds: float) -> None:
+        """Let time pass; replacements that arrive are spares until they are admitted."""
+        self._since_change_s += seconds
+        self._coming = [left - seconds for left in self._coming]
+        while self._coming and self._coming[0] <= 1e-9:
+            self._coming.pop(0)
+            self.spares += 1
+
+    def lose(self) -> float:
+        """Lose a node, which is replaced; return the seconds until the run has as many nodes as it needs."""
+        # All take as long, so the newest one comes last.
+        self._coming.append(self._it.node_wait_s)
+        self.active -= 1
+        self._admit()
+        waited_s = 0.0
+        while self.active < self._it.min_nodes:
+            step_s = self._coming[0]
+            waited_s += step_s
+            self.elapse(step_s)
+            self._admit()
+        self._since_change_s = 0.0
+        return waited_s
+
+    def grow(self) -> None:
+        """Admit the nodes that have come."""
+        self._admit()
+        self._since_change_s = 0.0
+
+    def _admit(self) -> None:
+        came = min(self.spares, int(self._it.nodes) - self.active)
+        self.active, self.spares = self.active + came, self.spares - came
 
 
 class _Work:

@@ -109,12 +109,7 @@ class Scenario:
 
 
 def learn(entries: Sequence[Entry], scenario: Scenario) -> Scenario:
-    """Take durations from a run's journal.
-
-    Args:
-        entries: The journal, oldest first.
-        scenario: Keeps what the journal does not show.
-    """
+    """Return the scenario with what durations the run's journal shows."""
     attempts = attempts_of(entries)
     ledger = account(entries, attempts=attempts)
     trained = [attempt for attempt in attempts if attempt.training_began is not None]

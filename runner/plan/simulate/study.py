@@ -30,10 +30,9 @@ class Study:
     """A scenario and its variations.
 
     Attributes:
-        scenario: The base scenario.
         variations: Changed values by name, one mapping per scenario to simulate.
         runs: Simulated runs per scenario.
-        seed: Seed of all of them.
+        seed: Of all of them.
         trace_s: Seconds between failures, instead of an exponential distribution.
     """
 
@@ -51,21 +50,12 @@ class Study:
         ]
 
     def of_paid_nodes(self, changes: dict[str, float], seen: Forecast) -> float:
-        """Return the goodput as a share of all nodes that are paid for, the spares included.
-
-        Args:
-            changes: The variation.
-            seen: Its forecast.
-        """
+        """Return a variation's goodput as a share of all nodes that are paid for, the spares included."""
         varied = self.scenario.with_(**changes)
         return seen.goodput * varied.nodes / (varied.nodes + varied.spares)
 
     def to_dict(self, target: float | None) -> dict[str, Any]:
-        """Return what `runner simulate --json` prints.
-
-        Args:
-            target: Goodput to compare with, if any.
-        """
+        """Return what `runner simulate --json` prints."""
         found = [
             {
                 "changes": changes,
@@ -111,11 +101,7 @@ def scenario_of(
 
 
 def variations(vary: Sequence[str], scenario: Scenario) -> list[dict[str, float]]:
-    """Return all combinations of what `--vary` lists; without it, one empty variation.
-
-    Args:
-        vary: NAME=A,B,… of each `--vary`.
-        scenario: The base scenario.
+    """Return all combinations of what each `--vary NAME=A,B,…` lists; without it, one empty variation.
 
     Raises:
         UsageError: A name is unknown, a value is out of range, or there are too many combinations.
@@ -138,9 +124,6 @@ def variations(vary: Sequence[str], scenario: Scenario) -> list[dict[str, float]
 def choices(scenario: Scenario) -> list[dict[str, float]]:
     """Return what to do about lost nodes, as variations: wait for replacements, continue on fewer, or have spares.
 
-    Args:
-        scenario: A run of several nodes; its `min_nodes` is the smallest number that it may continue with.
-
     Raises:
         UsageError: It has one node, or may not have fewer.
     """
@@ -159,10 +142,7 @@ def choices(scenario: Scenario) -> list[dict[str, float]]:
 
 
 def read_trace(path: Path) -> list[float]:
-    """Read hours between failures from a file, one number per line.
-
-    Returns:
-        Seconds between failures.
+    """Return the seconds between failures, of a file with the hours, one number per line.
 
     Raises:
         UsageError: The file cannot be read, or a line is not a number above 0.
@@ -222,11 +202,7 @@ def render(study: Study, target: float | None) -> RenderableType:
 
 
 def to_page(study: Study) -> str:
-    """Return an HTML page that plots goodput over the first name that varies, with a line per other combination.
-
-    Args:
-        study: A study with at least one name that varies.
-    """
+    """Return an HTML page that plots goodput over the first name that varies, with a line per other combination."""
     import plotly.graph_objects as go
     import plotly.io
 

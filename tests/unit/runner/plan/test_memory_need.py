@@ -11,8 +11,7 @@ import pytest
 from runner.config.load import load_config
 from runner.config.schema import Config
 from runner.plan.advice import choose, options
-from runner.plan.memory_need import PlannedJob, estimate
-from runner.plan.model_shape import ModelShape
+from runner.plan.memory_need import ModelShape, PlannedJob, estimate
 
 # Llama 2 7B.
 MODEL = ModelShape(

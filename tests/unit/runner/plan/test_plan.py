@@ -18,7 +18,7 @@ from runner.errors import UsageError
 from runner.journal.ledger import NOT_RUNNING
 from runner.plan import advice
 from runner.plan import plan as module
-from runner.plan.model_shape import ModelShape
+from runner.plan.memory_need import ModelShape
 from runner.plan.plan import Assumptions, Plan, make_plan, render
 from runner.plan.simulate.scenario import GPU_MTTF_S, HOUR_S
 from runner.system.gpus import Gpu

@@ -12,7 +12,7 @@ import pytest
 
 from runner.config.schema import Config
 from runner.errors import UsageError
-from runner.plan.model_shape import ModelShape
+from runner.plan.memory_need import ModelShape
 from runner.training.measure_model import main, model_shape
 
 # PEFT still uses the older name.

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from unit.runner.journal.test_ledger import EVENTS
 
 from runner.errors import UsageError
-from runner.plan.simulate.engine import forecast, simulate
+from runner.plan.simulate.engine import Nodes, forecast, simulate
 from runner.plan.simulate.scenario import HOUR_S, Scenario, learn
 from runner.plan.simulate.study import Study, choices, read_trace, scenario_of, to_page, variations
 
+FOUR = Scenario(work_s=1.0, mttf_s=1.0, nodes=4, min_nodes=2, node_wait_s=100.0, grow_interval_s=30.0)
 QUIET = Scenario(
     work_s=1000.0, mttf_s=math.inf, first_start_s=10.0, first_snapshot_s=100.0, snapshot_interval_s=100.0,
     snapshot_s=0.0, snapshot_stall_s=1.0, hang_share=0.0, node_loss_share=0.0,
@@ -373,3 +374,29 @@ def test_study(tmp_path: Path) -> None:
             variations(wrong, scenario)
     with pytest.raises(UsageError, match="unknown; use one of work_s"):
         scenario_of([], 1.0, 1.0, 0.0, ["restart=5"])
+
+
+def test_lost_nodes_come_back_one_by_one() -> None:
+    nodes = Nodes(FOUR)
+    assert nodes.growth_in == math.inf and nodes.share == 1
+    assert nodes.lose() == 0 and nodes.share == 0.75 and nodes.growth_in == 100
+    nodes.elapse(60)
+    assert nodes.lose() == 0 and nodes.active == 2 and nodes.growth_in == 40
+    # A third one is too many: the run waits for the first replacement.
+    assert nodes.lose() == 40 and nodes.active == 2 and nodes.growth_in == 60
+    nodes.elapse(100)
+    assert nodes.spares == 2 and nodes.growth_in == 0
+    nodes.grow()
+    assert nodes.active == 4 and nodes.growth_in == math.inf
+
+
+def test_no_node_is_admitted_sooner_than_the_interval_allows() -> None:
+    nodes = Nodes(FOUR.with_(node_wait_s=10.0))
+    nodes.lose()
+    assert nodes.growth_in == 30
+
+
+def test_a_spare_replaces_a_lost_node_and_is_replaced_itself() -> None:
+    nodes = Nodes(FOUR.with_(spares=1, min_nodes=4))
+    assert nodes.lose() == 0 and (nodes.active, nodes.spares) == (4, 0)
+    assert nodes.lose() == 100 and (nodes.active, nodes.spares) == (4, 1)
