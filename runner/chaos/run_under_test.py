@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,8 +14,7 @@ from typing import TypeVar
 
 import psutil
 
-from checkpointing.agent.events import Event, Log
-from checkpointing.host.threads import is_readable
+from checkpointing.agent.events import Event
 from runner.config.variables import CONFIG_VARIABLES
 from runner.journal.events import Entry, RankStarted, RunStarted
 from runner.journal.journal import JOURNAL_NAME, JournalReader
@@ -25,17 +23,11 @@ from runner.system import processes
 # In the environment of all processes of a run.
 MARK_ENV = "RUNNER_UNDER_TEST"
 POLL_S = 0.02
-# From the start to the first steps: mostly imports, on a machine that may be busy.
-START_TIMEOUT_S = 240.0
 # A killed process takes a moment to disappear, and long on a busy machine.
 SETTLE_S = 30.0
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Event)
-
-
-class NeverStarted(SystemExit):
-    """The run did not reach a step in time. Ends the program unless it is caught."""
 
 
 class RunUnderTest:
@@ -141,25 +133,6 @@ class RunUnderTest:
                 return found
             time.sleep(POLL_S)
 
-    def wait_for_step(self, step: int, *, after: int | None = None) -> Entry:
-        """Wait for the first logged step from this one on, in a later attempt than `after`, and return its entry.
-
-        Raises:
-            NeverStarted: The run did not get there in time, or ended.
-        """
-        entry = self.wait(lambda: self._log_entry(step, after), START_TIMEOUT_S)
-        if entry is None:
-            raise NeverStarted(
-                f"{' '.join(self.command)} did not reach step {step}; the end of its output:\n{self.tail(3000)}"
-            )
-        return entry
-
-    def _log_entry(self, step: int, after: int | None) -> Entry | None:
-        for entry in self.entries:
-            if isinstance(entry.event, Log) and entry.event.step >= step and (after is None or entry.attempt > after):
-                return entry
-        return None
-
     def tail(self, length: int = 300) -> str:
         """Return the end of the output, this many bytes."""
         return (self.folder / "output.log").read_bytes()[-length:].decode(errors="replace")
@@ -211,25 +184,6 @@ class RunUnderTest:
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
                 found |= {Path(line.split(None, 5)[5]) for line in maps.splitlines() if " /dev/shm/" in line}
         return {path for path in found if not path.name.endswith(" (deleted)")}
-
-    def stop(self, timeout_s: float) -> tuple[int | None, float]:
-        """Send SIGTERM.
-
-        Returns:
-            The exit code (None if it did not exit in time), and the seconds it took.
-        """
-        pidfd = os.pidfd_open(self.process.pid)
-        try:
-            began = time.perf_counter()
-            self.process.send_signal(signal.SIGTERM)
-            is_readable(pidfd, timeout_s)
-            seconds = time.perf_counter() - began
-        finally:
-            os.close(pidfd)
-        # The supervisor is reaped here: it is this process's own child, so `reap_strays` must not do it.
-        code = self.process.poll()
-        self.refresh()
-        return code, seconds
 
     def leftovers(self, settle_s: float = SETTLE_S) -> list[str]:
         """Return the processes that still run this many seconds after the end, described in words."""

@@ -10,10 +10,9 @@ from collections.abc import Callable
 import psutil
 from recovery_figures import Measured
 from recovery_trainings import JOB, RECOVERY_LIMIT_S, SAVE_STEPS, STOP_LIMIT_S, Findings, Trainings
-from training_run import TrainingRun
+from training_run import START_TIMEOUT_S, TrainingRun
 
 from checkpointing.agent.events import Event, Log
-from runner.chaos.run_under_test import START_TIMEOUT_S
 from runner.journal.events import AttemptEnded, AttemptStarted, Backoff, Entry, RankStarted, RunStarted
 
 KILLS_PER_RUN = 20

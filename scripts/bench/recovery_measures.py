@@ -24,12 +24,11 @@ from recovery_trainings import (
     Findings,
     Trainings,
 )
-from training_run import TrainingRun
+from training_run import START_TIMEOUT_S, NeverStarted, TrainingRun
 
 from checkpointing.agent.events import Committed
 from checkpointing.commit.tiers import open_tiers
 from checkpointing.errors import CheckpointError
-from runner.chaos.run_under_test import START_TIMEOUT_S, NeverStarted
 from runner.journal.events import AttemptEnded, Entry
 
 BLOCK_LIMIT_S = 60.0

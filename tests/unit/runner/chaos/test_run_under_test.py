@@ -14,7 +14,7 @@ from helpers.journals import event
 
 from checkpointing.agent.events import Log
 from runner.chaos import run_under_test as module
-from runner.chaos.run_under_test import MARK_ENV, NeverStarted, RunUnderTest, runner_command
+from runner.chaos.run_under_test import MARK_ENV, RunUnderTest, runner_command
 from runner.journal.events import RankStarted
 from runner.journal.journal import JOURNAL_NAME, Journal
 
@@ -110,22 +110,6 @@ def test_a_wait_ends_with_the_run_or_the_time(run: Subject) -> None:
     assert run.wait(lambda: None, lambda: next(limits)) is None
     run.process.code = 1
     assert run.wait(lambda: None, 1e9) is None
-
-
-def test_the_first_entry_from_a_step_on(run: Subject) -> None:
-    for step, attempt in ((3, 1), (7, 1), (5, 2)):
-        run.log(step, attempt)
-    entry = run.wait_for_step(5)
-    assert isinstance(entry.event, Log) and (entry.event.step, entry.attempt) == (7, 1)
-    assert run.wait_for_step(5, after=1).attempt == 2
-
-
-def test_a_run_that_does_not_get_there_shows_its_output(run: Subject, tmp_path: Path) -> None:
-    (tmp_path / "output.log").write_text("Traceback: no data")
-    run.process.code = 1
-    with pytest.raises(NeverStarted, match="runner start did not reach step 5; the end of its output:\nTraceback"):
-        run.wait_for_step(5)
-    assert run.tail(4) == "data"
 
 
 def test_the_newest_process_of_a_rank_is_the_rank(run: Subject) -> None:
