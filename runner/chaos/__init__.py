@@ -5,7 +5,7 @@ round           one run under faults: drawing, injecting, checking
 recovery        waiting for the run to notice a fault and to continue; the restarts that faults account for
 faults          the catalog of faults
 scene           what a fault is, what it may touch, and when it may be injected
-sandbox         the run's own clock and memory; faulty_proxy: the way to its object store
+sandbox         the run's own clock, memory, and way to its object store
 run_under_test  the run's processes, seen from outside
 invariants      what must hold after every fault, and at the end
 compare         two checkpoints, bit for bit (the only module here that needs torch, in its own process)

@@ -14,9 +14,8 @@ import psutil
 
 from checkpointing.commit.tiers import Tiers, open_tiers
 from checkpointing.host.failpoints import FILE_ENV, ONCE_ENV
-from runner.chaos.faulty_proxy import FaultyProxy, endpoint_of_environment
 from runner.chaos.run_under_test import RunUnderTest
-from runner.chaos.sandbox import Clock, MemoryGroup
+from runner.chaos.sandbox import Clock, FaultyProxy, MemoryGroup, endpoint_of_environment
 from runner.config.schema import Config
 from runner.errors import ExitCode, RunnerError
 from runner.journal.events import RankStarted
