@@ -114,13 +114,9 @@ class Campaign:
         return self.judge(number, before, differences, how)
 
     def judge(self, number: int, before: int, differences: Sequence[str], how: str = "passed") -> bool:
-        """Record and report how a run has ended; return whether it passed.
+        """Record and report how a run has ended, before which there were so many violations; return whether it passed.
 
-        Args:
-            number: Number of the run.
-            before: Number of violations before it.
-            differences: From the fault-free run.
-            how: The verdict if it passed.
+        The differences are from the fault-free run; `how` is the verdict if there are none.
         """
         result = self.result
         result.differences += [f"run {number}: {text}" for text in differences]

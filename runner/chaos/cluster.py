@@ -111,15 +111,9 @@ class Cluster:
         *,
         fewest: int = 1,
     ) -> None:
-        """Prepare; nothing is started.
+        """Prepare; nothing is started. `folder` holds the disks of all nodes, and `fewest` are enough to train.
 
-        Args:
-            folder: Holds the disks of all nodes.
-            options: Of `runner start`, equal on all nodes.
-            tiers: Storage of the run.
-            num_nodes: Number of nodes.
-            network: Has their hosts; None for processes of this machine.
-            fewest: Smallest number of nodes with which they train.
+        Without a network, the nodes are processes of this machine.
         """
         self.network, self.tiers = network, tiers
         options = [*options, "--nnodes", f"{fewest}:{num_nodes}", "--nproc-per-node", "1"]

@@ -62,15 +62,9 @@ def main() -> None:
 
 
 def course_differences(a: Path, b: Path, tolerance: float) -> list[str]:
-    """Compare the course of two runs: steps, learning rates, losses.
+    """Return what differs in the course of two runs: steps, learning rates, and losses by more than this share.
 
-    Args:
-        a: Folder of the first checkpoint.
-        b: Folder of the second checkpoint, whose weights must be finite.
-        tolerance: Share by which losses may differ.
-
-    Returns:
-        What differs, in words.
+    The weights of the second checkpoint must be finite.
     """
     histories = [json.loads((folder / TRAINER_STATE_NAME).read_text())["log_history"] for folder in (a, b)]
     text = ""
@@ -89,7 +83,7 @@ def _only(names: Sequence[str], entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(a: Path, b: Path, tolerance: float | None = None, *, any_ranks: bool = False) -> list[str]:
-    """Compare the files of two checkpoints.
+    """Return what differs in the files of two checkpoints, once per file.
 
     Args:
         a: Folder of the first checkpoint.
@@ -97,9 +91,6 @@ def differences(a: Path, b: Path, tolerance: float | None = None, *, any_ranks: 
         tolerance: Share of a tensor's norm by which it may differ; None for bit-identical.
         any_ranks: The two may have ended on different numbers of ranks, with virtual ranks: of what there is of each
             rank, only the first one's generator is compared.
-
-    Returns:
-        What differs, in words, once per file.
     """
     # A manifest contains the run's name and the time of the save, which differ.
     left_out = (MANIFEST_NAME, *(PER_RANK_PREFIXES if any_ranks else ()))

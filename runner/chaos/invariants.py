@@ -47,9 +47,7 @@ def newest_is_intact(tiers: Tiers, damaged: set[int]) -> list[str]:
 def nothing_acknowledged_is_lost(entries: Sequence[Entry], damaged: Sequence[tuple[int, int]]) -> list[str]:
     """Check that every attempt resumed from the newest acknowledged checkpoint, or from a newer snapshot.
 
-    Args:
-        entries: The journal.
-        damaged: (number of entries at that time, step) of each checkpoint that the campaign damaged.
+    `damaged` has (number of entries at that time, step) of each checkpoint that the campaign damaged.
     """
     wrong: list[str] = []
     acknowledged: set[int] = set()
@@ -142,9 +140,7 @@ def one_writer(by_node: Mapping[int, Sequence[Entry]]) -> list[str]:
 
     A snapshot of an earlier attempt may be on several nodes, with the same bits. The fence names it by step and attempt
     when the next attempt begins, and accepts it from the first of them, also from a leader that has been replaced.
-
-    Args:
-        by_node: What each node has recorded while it led, by node rank.
+    `by_node` has what each node has recorded while it led, by node rank.
     """
     writers: dict[int, set[int]] = {}
     for rank, entries in by_node.items():

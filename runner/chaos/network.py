@@ -43,17 +43,11 @@ class NoNetwork(Exception):
 
 @dataclass(frozen=True)
 class Wire:
-    """What happens to frames in one direction.
+    """What happens to frames in one direction."""
 
-    Attributes:
-        cut: None arrives.
-        delay_s: Seconds by which they are late.
-        loss: Share that is lost, from 0 to 1.
-    """
-
-    cut: bool = False
-    delay_s: float = 0.0
-    loss: float = 0.0
+    cut: bool = False  # None arrives.
+    delay_s: float = 0.0  # Seconds by which they are late.
+    loss: float = 0.0  # Share that is lost, from 0 to 1.
 
 
 def address_of(host: int) -> str:

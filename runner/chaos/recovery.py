@@ -29,10 +29,8 @@ class RunOver(Exception):
 class RecoveryWatch:
     """Observes one run after each fault, as its user would: by the journal and by the exit code.
 
-    Attributes:
-        sessions: Starts of the runner.
-        min_restarts: Restarts of attempts that the faults so far have certainly caused.
-        max_restarts: Restarts of attempts that they may have caused.
+    It counts the starts of the runner (sessions), and the restarts of attempts that the faults so far have caused, for
+    certain and at the most.
     """
 
     def __init__(self, scene: Scene, injections: Sequence[Injection], report: Callable[[str], None]) -> None:
@@ -85,15 +83,10 @@ class RecoveryWatch:
         self._report(f"exit code {code}, started again")
 
     def recovered(self, injection: Injection, attempt: int | None, events: int) -> None:
-        """Wait for a step after the fault.
-
-        Args:
-            injection: Receives the violation if none comes.
-            attempt: The attempt that should continue; None for a new one.
-            events: Number of events in the journal when the fault was injected.
+        """Wait for a step after the fault, at which the journal had this many events; see `has_progressed`.
 
         Raises:
-            RunOver: The run does not continue.
+            RunOver: The run does not continue, which is a violation.
         """
         run = self._scene.run
         if run.wait(lambda: has_progressed(run.entries, events, attempt) or None, RECOVERY_LIMIT_S):

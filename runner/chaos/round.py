@@ -22,17 +22,10 @@ _HALVED_EVERY = 4
 def draw_fault(
     faults: Sequence[Fault], tiers: Tiers, result: Result, random: Random, *, may_halve: bool
 ) -> tuple[Fault, Moment]:
-    """Return the next fault and its moment, at random, but all kinds equally often.
-
-    Args:
-        faults: The kinds of faults.
-        tiers: Storage of the run, which decides what is applicable.
-        result: What was injected and skipped so far.
-        random: Source of all choices.
-        may_halve: Whether faults that halve the micro-batch are allowed.
+    """Return the next fault and its moment: at random, but by the result so far all kinds equally often.
 
     Raises:
-        CampaignFailed: None of the faults is applicable to this storage.
+        CampaignFailed: None of the faults is applicable to the storage of the run.
     """
     fitting = [fault for fault in faults if fault.fits(tiers) and (may_halve or not fault.halves)]
     if not fitting:
@@ -47,11 +40,7 @@ def draw_fault(
 
 
 class Round:
-    """Injects faults into one run until it is over or enough were injected, and checks what it leaves.
-
-    Attributes:
-        violations: Violations at the end of the run, which belong to no single fault.
-    """
+    """Injects faults into one run until it is over or enough were injected, and checks what it leaves."""
 
     def __init__(
         self,
@@ -70,14 +59,11 @@ class Round:
         self._shared_memory: set[Path] = set()
         # (number of entries at that time, step) of each damaged checkpoint.
         self._damaged: list[tuple[int, int]] = []
+        # At the end of the run: they belong to no single fault.
         self.violations: list[str] = []
 
     def run(self, is_enough: Callable[[], bool]) -> bool:
-        """Run the job until no further fault is wanted, then let it end.
-
-        Returns:
-            Whether the run finished with its last checkpoint.
-        """
+        """Run the job until no further fault is wanted, then let it end; return whether it has its last checkpoint."""
         run, expected = self._scene.run, self._recovery
         with run:
             # The end of the run is a result like any other: it is checked below.
@@ -150,11 +136,7 @@ class Round:
                 expected.max_restarts += 1
 
     def _wait_for(self, moment: Moment) -> None:
-        """Return at a random time shortly after `moment` begins.
-
-        Raises:
-            RunOver: The run ended before.
-        """
+        """Return at a random time shortly after `moment` begins; raise RunOver if the run ends before."""
         run = self._scene.run
         match moment:
             case Moment.START_UP:

@@ -33,17 +33,11 @@ E = TypeVar("E", bound=Event)
 class RunUnderTest:
     """The processes and the journal of one run, which may be started again in the same folder.
 
-    As a context manager it starts the run, and kills what is left of it at the end.
-
-    Attributes:
-        folder: The run's folder; `tmp` in it holds its temporary files, `output.log` its output.
-        command: The command that starts the run.
-        entries: The journal as of the last `refresh`.
-        temporary: Folder of its temporary files.
-        process: The supervisor.
+    As a context manager it starts the run, and kills what is left of it at the end. The folder holds its temporary
+    files (`tmp`) and its output (`output.log`); `entries` are those of the journal as of the last `refresh`.
     """
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]  # The supervisor.
 
     def __init__(
         self,
@@ -114,14 +108,9 @@ class RunUnderTest:
         return [event for event in newer if isinstance(event, kind)]
 
     def wait(self, find: Callable[[], T | None], timeout_s: Callable[[], float] | float) -> T | None:
-        """Wait until `find` returns a value.
+        """Wait until `find`, which is called after each refresh, returns a value other than None, and return it.
 
-        Args:
-            find: Called after each refresh; None means to wait on.
-            timeout_s: Seconds to wait, or a function that returns them.
-
-        Returns:
-            The value; None after the time-out, or once the run has ended.
+        Returns None after the time-out, or once the run has ended.
         """
         began = time.monotonic()
         while True:

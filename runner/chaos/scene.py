@@ -125,24 +125,17 @@ class FailpointFile:
 
 @dataclass
 class Scene:
-    """What a fault may touch.
-
-    Attributes:
-        random: Source of all choices.
-        proxy: Between the run and its S3 server; None without a server that speaks plain HTTP.
-        clock: The run's own wall clock, or why it has none.
-        memory: The run's own memory cgroup, or why it has none.
-        damaged: Steps of the checkpoints that the current fault damaged.
-    """
+    """What a fault may touch."""
 
     run: RunUnderTest
     tiers: Tiers
-    random: random.Random
+    random: random.Random  # Source of all choices.
     failpoints: FailpointFile
-    proxy: FaultyProxy | None = None
-    clock: Clock | str = "the run has no clock of its own"
+    proxy: FaultyProxy | None = None  # Between the run and its S3 server; None without a server that speaks plain HTTP.
+    clock: Clock | str = "the run has no clock of its own"  # The run's own wall clock, or why it has none.
+    # The run's own memory cgroup, or why it has none.
     memory: MemoryGroup | str = "the run has no memory cgroup of its own"
-    damaged: set[int] = field(default_factory=set)
+    damaged: set[int] = field(default_factory=set)  # Steps of the checkpoints that the current fault damaged.
 
     def ranks(self) -> list[psutil.Process]:
         """Return the running ranks of the newest attempt."""
@@ -154,27 +147,16 @@ class Scene:
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind of fault.
+    """One kind of fault."""
 
-    Attributes:
-        name: As `runner chaos --fault` takes it.
-        effect: What it is expected to end.
-        inject: Injects it and returns what it did, in words. Raises NotApplicable.
-        moments: When it may be injected.
-        restarts: Number of attempts that it ends when it is injected during training.
-        halves: Whether it halves the micro-batch, so that sums are added in another order from then on.
-        disturbs_network: Whether it needs the proxy between the run and its object store.
-        damages: Whether it damages a checkpoint on a local disk.
-    """
-
-    name: str
-    effect: Effect
-    inject: Callable[[Scene], str]
-    moments: tuple[Moment, ...] = ANY_MOMENT
-    restarts: int = 1
-    halves: bool = False
-    disturbs_network: bool = False
-    damages: bool = False
+    name: str  # As `runner chaos --fault` takes it.
+    effect: Effect  # What it is expected to end.
+    inject: Callable[[Scene], str]  # Injects it and returns what it did, in words. Raises NotApplicable.
+    moments: tuple[Moment, ...] = ANY_MOMENT  # When it may be injected.
+    restarts: int = 1  # Number of attempts that it ends when it is injected during training.
+    halves: bool = False  # Whether it halves the micro-batch, so that sums are added in another order from then on.
+    disturbs_network: bool = False  # Whether it needs the proxy between the run and its object store.
+    damages: bool = False  # Whether it damages a checkpoint on a local disk.
 
     def fits(self, tiers: Tiers) -> bool:
         """Return whether the fault applies to this storage."""

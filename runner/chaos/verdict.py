@@ -15,54 +15,38 @@ NONDETERMINISTIC_TOLERANCE = 1e-3
 
 @dataclass
 class Injection:
-    """One injected fault and its consequences.
-
-    Attributes:
-        moment: When it was injected, as a value of `Moment`.
-        run: Number of the run, from 1.
-        step: Last step that the journal knew at that time.
-        what: What was done, in words.
-        recovered_s: Seconds until the run made progress again; None if the fault ends nothing, or it never did.
-        violations: Invariants that did not hold afterwards, in words.
-    """
+    """One injected fault and its consequences."""
 
     fault: str
-    moment: str
-    run: int
-    step: int
-    what: str
+    moment: str  # When it was injected, as a value of `Moment`.
+    run: int  # Number of the run, from 1.
+    step: int  # Last step that the journal knew at that time.
+    what: str  # What was done, in words.
+    # Seconds until the run made progress again; None if the fault ends nothing, or it never did.
     recovered_s: float | None = None
-    violations: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)  # Invariants that did not hold afterwards, in words.
 
 
 @dataclass
 class Result:
-    """Everything that a campaign found.
-
-    Attributes:
-        skipped: By fault: how often it was not applicable, and the last reason.
-        runs: Number of runs under faults.
-        identical: Runs that ended bit-identical to the fault-free run (or within the tolerance).
-        close: Runs that cannot be bit-identical, and whose losses were within HALVED_TOLERANCE of the fault-free run's.
-        nondeterministic: Whether fault-free runs differ from each other, so that NONDETERMINISTIC_TOLERANCE applies.
-        differences: What differed between last checkpoints.
-        violations: Violations at the end of runs, which belong to no single fault.
-        lost_steps: Number of recomputed steps.
-        steps: Number of steps of the job.
-        close_means: How the runs that count as `close` ended, in words.
-    """
+    """Everything that a campaign found."""
 
     injections: list[Injection] = field(default_factory=list)
+    # By fault: how often it was not applicable, and the last reason.
     skipped: dict[str, tuple[int, str]] = field(default_factory=dict)
-    runs: int = 0
-    identical: int = 0
+    runs: int = 0  # Number of runs under faults.
+    identical: int = 0  # Runs that ended bit-identical to the fault-free run (or within the tolerance).
+    # Runs that cannot be bit-identical, and whose losses were within HALVED_TOLERANCE of the fault-free run's.
     close: int = 0
+    # Whether fault-free runs differ from each other, so that NONDETERMINISTIC_TOLERANCE applies.
     nondeterministic: bool = False
-    differences: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)  # What differed between last checkpoints.
+    # Violations at the end of runs, which belong to no single fault.
     violations: list[str] = field(default_factory=list)
-    lost_steps: int = 0
-    steps: int = 0
+    lost_steps: int = 0  # Number of recomputed steps.
+    steps: int = 0  # Number of steps of the job.
     total_s: float = 0.0
+    # How the runs that count as `close` ended, in words.
     close_means: str = f"with a halved micro-batch and losses within {HALVED_TOLERANCE:.0%}"
 
     def skip(self, fault: str, why: str) -> None:

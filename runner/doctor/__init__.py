@@ -23,13 +23,8 @@ __all__ = ["Finding", "Level", "examine"]
 def examine(config: Config) -> Iterator[Finding]:
     """Run all checks of this node for a run.
 
-    With several nodes, every node calls it at about the same time, with the options that `runner start` gets there.
-
-    Args:
-        config: The run.
-
-    Yields:
-        Each finding as soon as its check is done.
+    With several nodes, every node calls it at about the same time, with the options that `runner start` gets there. It
+    yields each finding as soon as its check is done.
     """
     gpus = find_gpus()
     try:

@@ -128,14 +128,7 @@ def topology(links: Counter[str]) -> Iterator[Finding]:
 
 
 def check_mesh(job: PlannedJob, num_parameters: int, links: Mapping[str, int], *, has_rdma: bool) -> Iterator[Finding]:
-    """Check the links that a sharded model's traffic takes; for models that are not sharded there is nothing to check.
-
-    Args:
-        job: The job.
-        num_parameters: Elements of the model.
-        links: Number of pairs of this node's GPUs by how they are connected (see `links_in`).
-        has_rdma: Whether this node has a network card for RDMA.
-    """
+    """Check the links (see `links_in`) that a sharded model's traffic takes; otherwise there is nothing to check."""
     shards_all = job.strategy in ("fsdp", "fsdp_all_nodes") or job.zero_stage == 3 or job.dp_shard > 1
     if job.ranks == 1 or not job.on_gpu:
         return

@@ -36,33 +36,18 @@ class Option:
 
 @dataclass(frozen=True)
 class Saving:
-    """Durations and intervals of snapshots and checkpoints, in seconds.
+    """Durations and intervals of snapshots and checkpoints, in seconds."""
 
-    Attributes:
-        copy_s: Copying a snapshot from the device into memory, while training continues.
-        stall_s: How long training waits per snapshot.
-        write_s: Writing a checkpoint.
-        read_s: Reading a checkpoint.
-        snapshot_interval_s: Between snapshots: optimal (Young, Daly) within the cap on overhead.
-        commit_interval_s: Between commits: the same, and at least as long as a commit takes.
-    """
-
-    copy_s: float
-    stall_s: float
-    write_s: float
-    read_s: float
-    snapshot_interval_s: float
-    commit_interval_s: float
+    copy_s: float  # Copying a snapshot from the device into memory, while training continues.
+    stall_s: float  # How long training waits per snapshot.
+    write_s: float  # Writing a checkpoint.
+    read_s: float  # Reading a checkpoint.
+    snapshot_interval_s: float  # Between snapshots: optimal (Young, Daly) within the cap on overhead.
+    commit_interval_s: float  # Between commits: the same, and at least as long as a commit takes.
 
 
 def options(model: ModelShape, job: PlannedJob, memory_bytes: int) -> list[Option]:
-    """Evaluate the strategies that the runner supports, simplest first.
-
-    Args:
-        model: The model.
-        job: The job as configured.
-        memory_bytes: Memory of a GPU, or of this node per rank.
-    """
+    """Evaluate the supported strategies, simplest first, for the memory of a GPU, or of this node per rank."""
     found = []
     ways = [
         ("full, DDP", "full", "ddp"),
@@ -150,8 +135,8 @@ def saving(
         overhead_cap: Share of the time that snapshots may cost.
         local_ranks: Ranks per node.
         copy_rate: Bytes per second from a device into memory, per rank.
-        write_rate: Bytes per second that are written to storage.
-        read_rate: Bytes per second that are read from storage.
+        write_rate: To storage, in bytes per second.
+        read_rate: From storage, in bytes per second.
         step_s: Seconds of an optimizer step, if known.
         adapters: Whether only adapters are trained.
     """

@@ -42,35 +42,20 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Numbers of elements, and sizes of the architecture.
+    """Numbers of elements, and sizes of the architecture."""
 
-    Attributes:
-        parameters: Elements of all parameters.
-        tensors: Number of parameter tensors.
-        linear: Elements of the linear layers except the output, which QLoRA stores in 4 bits.
-        largest_layer: Elements of the largest decoder layer, the unit that FSDP gathers.
-        layers: Number of decoder layers.
-        hidden: Width of the hidden state.
-        intermediate: Width of the MLP.
-        heads: Number of attention heads.
-        vocab: Size of the vocabulary.
-        adapter: Elements that LoRA trains.
-        adapter_tensors: Number of tensors that LoRA trains.
-        base_bytes: Memory of a process with the imports of a rank, in bytes.
-    """
-
-    parameters: int
-    tensors: int
-    linear: int
-    largest_layer: int
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    vocab: int
-    adapter: int
-    adapter_tensors: int
-    base_bytes: int
+    parameters: int  # Elements of all parameters.
+    tensors: int  # Number of parameter tensors.
+    linear: int  # Elements of the linear layers except the output, which QLoRA stores in 4 bits.
+    largest_layer: int  # Elements of the largest decoder layer, the unit that FSDP gathers.
+    layers: int  # Number of decoder layers.
+    hidden: int  # Width of the hidden state.
+    intermediate: int  # Width of the MLP.
+    heads: int  # Number of attention heads.
+    vocab: int  # Size of the vocabulary.
+    adapter: int  # Elements that LoRA trains.
+    adapter_tensors: int  # Number of tensors that LoRA trains.
+    base_bytes: int  # Memory of a process with the imports of a rank, in bytes.
 
 
 def examine_model(config: Config) -> ModelShape:
@@ -101,49 +86,27 @@ def examine_model(config: Config) -> ModelShape:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What determines memory, besides the model.
+    """What determines memory, besides the model."""
 
-    Attributes:
-        method: full, lora or qlora.
-        strategy: ddp, fsdp, fsdp_all_nodes, deepspeed or mesh.
-        ranks: Number of ranks of all nodes.
-        local_ranks: Number of ranks per node.
-        weight_bytes: Bytes per element of the weights.
-        compute_bytes: Bytes per element of activations; 2 with bf16 or fp16.
-        micro_batch: Sequences per rank and pass.
-        length: Tokens per sequence.
-        accumulation: Passes per optimizer step.
-        loaded: Whether the weights come from a checkpoint; only such a model can be quantised.
-        recompute: Whether activations are recomputed in the backward pass (gradient checkpointing).
-        drops_attention: Whether there is attention dropout, for which the whole matrix is stored.
-        on_gpu: Whether ranks train on GPUs.
-        optimizer: The optimizer, as the Trainer names it.
-        zero_stage: What DeepSpeed shares among all ranks: 1 the optimizer's state, 2 gradients, too, 3 all.
-        zero_bucket: Elements that DeepSpeed reduces at a time.
-        offloads: Whether DeepSpeed keeps the optimizer's state in host memory.
-        tp: Ranks that compute each layer together, with `mesh`.
-        dp_shard: Ranks over which such a part is sharded, with `mesh`.
-    """
-
-    method: str
-    strategy: str
-    ranks: int
-    local_ranks: int
-    weight_bytes: int
-    compute_bytes: int
-    micro_batch: int
-    length: int
-    accumulation: int
-    loaded: bool
-    recompute: bool
-    drops_attention: bool
-    on_gpu: bool
-    optimizer: str = "adamw_torch_fused"
-    zero_stage: int = 0
-    zero_bucket: int = _ZERO_BUCKET
-    offloads: bool = False
-    tp: int = 1
-    dp_shard: int = 1
+    method: str  # full, lora or qlora.
+    strategy: str  # ddp, fsdp, fsdp_all_nodes, deepspeed or mesh.
+    ranks: int  # Number of ranks of all nodes.
+    local_ranks: int  # Number of ranks per node.
+    weight_bytes: int  # Bytes per element of the weights.
+    compute_bytes: int  # Bytes per element of activations; 2 with bf16 or fp16.
+    micro_batch: int  # Sequences per rank and pass.
+    length: int  # Tokens per sequence.
+    accumulation: int  # Passes per optimizer step.
+    loaded: bool  # Whether the weights come from a checkpoint; only such a model can be quantised.
+    recompute: bool  # Whether activations are recomputed in the backward pass (gradient checkpointing).
+    drops_attention: bool  # Whether there is attention dropout, for which the whole matrix is stored.
+    on_gpu: bool  # Whether ranks train on GPUs.
+    optimizer: str = "adamw_torch_fused"  # The optimizer, as the Trainer names it.
+    zero_stage: int = 0  # What DeepSpeed shares among all ranks: 1 the optimizer's state, 2 gradients, too, 3 all.
+    zero_bucket: int = _ZERO_BUCKET  # Elements that DeepSpeed reduces at a time.
+    offloads: bool = False  # Whether DeepSpeed keeps the optimizer's state in host memory.
+    tp: int = 1  # Ranks that compute each layer together, with `mesh`.
+    dp_shard: int = 1  # Ranks over which such a part is sharded, with `mesh`.
 
     @property
     def sharing_ranks(self) -> int:
@@ -196,30 +159,19 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Need:
-    """Memory of one rank at its peak, in bytes.
+    """Memory of one rank at its peak, in bytes."""
 
-    Attributes:
-        base: The process, or CUDA, before the model is loaded.
-        buckets: Copies of gradients (DDP), of gathered parameters (FSDP), of weights in 16 bits (autocast).
-        activations: What the backward pass needs.
-        logits: The last layer and the loss.
-        arenas: Snapshots. Each node has them once, mapped by all of its ranks.
-        host_base: The process in host memory if training is on a GPU.
-        checkpoint_bytes: State of the whole run, as in a checkpoint.
-        on_gpu: Whether ranks train on GPUs.
-    """
-
-    base: int
+    base: int  # The process, or CUDA, before the model is loaded.
     weights: int
     gradients: int
     optimizer: int
-    buckets: int
-    activations: int
-    logits: int
-    arenas: int
-    host_base: int
-    checkpoint_bytes: int
-    on_gpu: bool
+    buckets: int  # Copies of gradients (DDP), of gathered parameters (FSDP), of weights in 16 bits (autocast).
+    activations: int  # What the backward pass needs.
+    logits: int  # The last layer and the loss.
+    arenas: int  # Snapshots. Each node has them once, mapped by all of its ranks.
+    host_base: int  # The process in host memory if training is on a GPU.
+    checkpoint_bytes: int  # State of the whole run, as in a checkpoint.
+    on_gpu: bool  # Whether ranks train on GPUs.
 
     @property
     def peak_bytes(self) -> int:

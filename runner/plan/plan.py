@@ -31,55 +31,33 @@ _COPY_PROBE_BYTES = 128 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the user states; None means to measure or to assume.
+    """What the user states; None means to measure or to assume."""
 
-    Attributes:
-        gpus: GPUs per node.
-        gpu_memory: Memory of a GPU in bytes.
-        step_s: Seconds of an optimizer step.
-        work_hours: Hours of steps.
-        mttf_hours: Mean hours between failures of the run.
-        reclaims_per_day: Reclaims of one spot node per day.
-        copy_rate: Bytes per second from a device into memory.
-    """
-
-    gpus: int | None = None
-    gpu_memory: int | None = None
-    step_s: float | None = None
-    work_hours: float = 24.0
-    mttf_hours: float | None = None
-    reclaims_per_day: float = 1.0
-    copy_rate: float | None = None
+    gpus: int | None = None  # GPUs per node.
+    gpu_memory: int | None = None  # Memory of a GPU in bytes.
+    step_s: float | None = None  # Seconds of an optimizer step.
+    work_hours: float = 24.0  # Hours of steps.
+    mttf_hours: float | None = None  # Mean hours between failures of the run.
+    reclaims_per_day: float = 1.0  # Reclaims of one spot node per day.
+    copy_rate: float | None = None  # Bytes per second from a device into memory.
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan.
-
-    Attributes:
-        memory_bytes: Memory of a GPU, or of this node per rank.
-        local_ranks: Ranks per node.
-        options: The evaluated strategies.
-        chosen: The recommended one; None if nothing fits.
-        saving: Durations and intervals of saves.
-        rates: Bytes per second: copy, write, read.
-        mttf_s: Mean seconds between failures of the run.
-        assumed: Assumptions, in words.
-        outlooks: Forecast and cost, by way of renting.
-    """
+    """A plan."""
 
     model: ModelShape
-    memory_bytes: int
+    memory_bytes: int  # Memory of a GPU, or of this node per rank.
     nnodes: int
-    local_ranks: int
-    options: list[Option]
-    chosen: Option | None
+    local_ranks: int  # Ranks per node.
+    options: list[Option]  # The evaluated strategies.
+    chosen: Option | None  # The recommended one; None if nothing fits.
     why: str
-    saving: Saving | None
-    rates: dict[str, float]
-    mttf_s: float
-    assumed: list[str]
-    outlooks: dict[str, tuple[Forecast, float | None]]
+    saving: Saving | None  # Durations and intervals of saves.
+    rates: dict[str, float]  # Bytes per second: copy, write, read.
+    mttf_s: float  # Mean seconds between failures of the run.
+    assumed: list[str]  # Assumptions, in words.
+    outlooks: dict[str, tuple[Forecast, float | None]]  # Forecast and cost, by way of renting.
     currency: str
 
     def to_dict(self) -> dict[str, Any]:

@@ -36,19 +36,12 @@ Finding = tuple[str, Notice]
 
 
 class Cloud:
-    """The protocol of one cloud.
+    """The protocol of one cloud."""
 
-    Attributes:
-        title: Name of the cloud.
-        endpoint: URL of its metadata service.
-        pause_s: Seconds between two rounds of checks.
-        hint: What else to check if the service cannot be reached.
-    """
-
-    title: ClassVar[str]
-    endpoint: ClassVar[str] = "http://169.254.169.254"
-    pause_s: ClassVar[float]
-    hint: ClassVar[str] = ""
+    title: ClassVar[str]  # Name of the cloud.
+    endpoint: ClassVar[str] = "http://169.254.169.254"  # URL of its metadata service.
+    pause_s: ClassVar[float]  # Seconds between two rounds of checks.
+    hint: ClassVar[str] = ""  # What else to check if the service cannot be reached.
 
     def __init__(self, client: MetadataClient, lead_s: float, pace: float) -> None:
         """Prepare the checks; see `NoticeWatcher`."""

@@ -41,27 +41,19 @@ _EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHU
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended.
+    """How one rank ended."""
 
-    Attributes:
-        rank: Global rank.
-        order: Position among the ranks by the time of death, 0 for the first.
-        exit_code: As `multiprocessing` reports it (negative for a signal); None if only the death was seen.
-        error: Type and message of its Python exception; None if there is none.
-        frame: `file:line` of the exception's innermost frame; None if it is unknown.
-        error_time: When the exception was recorded, in seconds since the epoch; None if it is unknown.
-        last_words: For a process without a Python exception, why it was aborted; None if it did not say.
-        transient: Whether the exception means that the network or a server has failed, which may pass.
-    """
-
-    rank: int
-    order: int
+    rank: int  # Global rank.
+    order: int  # Position among the ranks by the time of death, 0 for the first.
+    # As `multiprocessing` reports it (negative for a signal); None if only the death was seen.
     exit_code: int | None = None
-    error: str | None = None
-    frame: str | None = None
+    error: str | None = None  # Type and message of its Python exception; None if there is none.
+    frame: str | None = None  # `file:line` of the exception's innermost frame; None if it is unknown.
+    # When the exception was recorded, in seconds since the epoch; None if it is unknown.
     error_time: float | None = None
+    # For a process without a Python exception, why it was aborted; None if it did not say.
     last_words: str | None = None
-    transient: bool = False
+    transient: bool = False  # Whether the exception means that the network or a server has failed, which may pass.
 
 
 def classify(

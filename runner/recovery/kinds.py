@@ -39,41 +39,30 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: Of the class, in journals.
-        known_by: How the class is recognised, for the documentation.
-        response: What is done about it, for the documentation.
-        action: What the policy does.
-        exit_code: Exit code of a run that this class ends, at once or when its own bound is spent; None if such a run
-            ends with the budget's exit codes.
-        costs_budget: Whether it counts against `restart.max_restarts`, also when the run is started again later.
-        is_failure: Whether something went wrong; False for an end that was wanted.
-        error: Matches the text of a rank's exception, or of its last words, that means this class.
-        examples: Errors that `error` matches, in the words of the systems that raise them.
-        advice: Appended to the cause of a failure that `error` matched.
-        reason: Why the run ends; `{cause}` is replaced.
-        effect_rank: 0 for a class that is always a cause. Of several nodes' failures the lowest one is the cause.
-    """
-
-    name: str
-    known_by: str
-    response: str
-    action: Action = Action.RESTART
+    name: str  # Of the class, in journals.
+    known_by: str  # How the class is recognised, for the documentation.
+    response: str  # What is done about it, for the documentation.
+    action: Action = Action.RESTART  # What the policy does.
+    # Exit code of a run that this class ends, at once or when its own bound is spent; None if such a run ends
+    # with the budget's exit codes.
     exit_code: ExitCode | None = None
+    # Whether it counts against `restart.max_restarts`, also when the run is started again later.
     costs_budget: bool = True
-    is_failure: bool = True
+    is_failure: bool = True  # Whether something went wrong; False for an end that was wanted.
+    # Matches the text of a rank's exception, or of its last words, that means this class.
     error: re.Pattern[str] | None = None
-    examples: tuple[str, ...] = ()
-    advice: str = ""
-    reason: str = "{cause}"
+    examples: tuple[str, ...] = ()  # Errors that `error` matches, in the words of the systems that raise them.
+    advice: str = ""  # Appended to the cause of a failure that `error` matched.
+    reason: str = "{cause}"  # Why the run ends; `{cause}` is replaced.
+    # 0 for a class that is always a cause. Of several nodes' failures the lowest one is the cause.
     effect_rank: int = 0
 
 
-def _orderly(name: str, **fields: Any) -> Rule:
+def _orderly(name: str, known_by: str, response: str, action: Action, **fields: Any) -> Rule:
     """Return the rule of an end that is no failure, and costs nothing."""
-    return Rule(name, costs_budget=False, is_failure=False, **fields)
+    return Rule(name, known_by, response, action, costs_budget=False, is_failure=False, **fields)
 
 
 class FailureKind(Enum):

@@ -42,40 +42,24 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Statistics of many simulated runs.
+    """Statistics of many simulated runs."""
 
-    Attributes:
-        goodput: Mean goodput.
-        low: Lower end of its 95 % confidence interval.
-        high: Upper end of its 95 % confidence interval.
-        percentile_5: 5th percentile of the goodput of single runs.
-        percentile_95: 95th percentile of the goodput of single runs.
-        wall_s: Mean wall time in seconds.
-        seconds: Mean seconds by cause.
-        interruptions: Mean number of interruptions.
-        finished: Share of the runs that ended.
-    """
-
-    goodput: float
-    low: float
-    high: float
-    percentile_5: float
-    percentile_95: float
-    wall_s: float
-    seconds: dict[str, float]
-    interruptions: float
-    finished: float
+    goodput: float  # Mean goodput.
+    low: float  # Lower end of its 95 % confidence interval.
+    high: float  # Upper end of its 95 % confidence interval.
+    percentile_5: float  # 5th percentile of the goodput of single runs.
+    percentile_95: float  # 95th percentile of the goodput of single runs.
+    wall_s: float  # Mean wall time in seconds.
+    seconds: dict[str, float]  # Mean seconds by cause.
+    interruptions: float  # Mean number of interruptions.
+    finished: float  # Share of the runs that ended.
 
 
 def forecast(scenario: Scenario, runs: int = 200, seed: int = 0, trace_s: Sequence[float] | None = None) -> Forecast:
     """Simulate many runs.
 
-    Args:
-        scenario: The run.
-        runs: Number of simulated runs.
-        seed: Seed of all of them.
-        trace_s: Seconds between failures in their order, instead of an exponential distribution. Each run begins at a
-            random entry and repeats the trace.
+    With `trace_s`, these are the seconds between failures in their order, instead of an exponential distribution. Each
+    run begins at a random entry and repeats the trace.
     """
     outcomes = []
     for number in range(runs):

@@ -22,66 +22,38 @@ _COUNTS = {"nodes": 1, "min_nodes": 1, "spares": 0}
 
 @dataclass(frozen=True)
 class Scenario:
-    """Durations and failure rates of a run. All times are in seconds.
+    """Durations and failure rates of a run. All times are in seconds."""
 
-    Attributes:
-        work_s: Steps, without any overhead.
-        mttf_s: Mean time between unexpected failures of the whole run while it is running; inf for none.
-        reclaim_s: Mean time between announced reclaims of spot nodes; inf for none.
-        hang_share: Share of the failures that are hangs.
-        node_loss_share: Share of the failures that lose a node, with the snapshots in its memory.
-        detection_s: From the last finished step to the end of a failed attempt.
-        hang_detection_s: The same for a hang.
-        backoff_initial_s: Wait before the second restart without a new checkpoint; it doubles with each further one.
-        backoff_max_s: Longest such wait.
-        backoff_jitter_s: Random addition to it.
-        restart_s: From the end of the wait until the ranks can restore: processes, rendezvous, model, data.
-        first_start_s: The same at the first start and on a new node, with cold caches.
-        restore_memory_s: Restoring a snapshot.
-        restore_storage_s: Restoring a checkpoint.
-        node_wait_s: Until a lost node is replaced.
-        stop_s: From a notice to the committed last step.
-        first_snapshot_s: Time in steps before the first snapshot of an attempt, which measures their cost.
-        snapshot_interval_s: Time in steps between snapshots.
-        snapshot_s: From the end of a step until its snapshot is complete.
-        snapshot_stall_s: How long training waits for a snapshot.
-        commit_interval_s: Time in steps between checkpoints, which fall on its multiples.
-        commit_s: From a complete snapshot until it is durable.
-        overhead_share: Share of the time in steps that is not training: evaluation, waits for data.
-        nodes: Nodes that the run may have. With one, a lost node takes all snapshots with it; with several, the others
-            keep them.
-        min_nodes: With fewer nodes the run waits; with more it continues, proportionally slower.
-        spares: Further nodes that are ready to take the place of a lost one.
-        grow_interval_s: From one change of the nodes to the admission of nodes that have come.
-    """
-
-    work_s: float
-    mttf_s: float
-    reclaim_s: float = float("inf")
-    hang_share: float = 0.1
-    node_loss_share: float = 0.5
-    detection_s: float = 1.0
-    hang_detection_s: float = 60.0
+    work_s: float  # Steps, without any overhead.
+    mttf_s: float  # Mean time between unexpected failures of the whole run while it is running; inf for none.
+    reclaim_s: float = float("inf")  # Mean time between announced reclaims of spot nodes; inf for none.
+    hang_share: float = 0.1  # Share of the failures that are hangs.
+    node_loss_share: float = 0.5  # Share of the failures that lose a node, with the snapshots in its memory.
+    detection_s: float = 1.0  # From the last finished step to the end of a failed attempt.
+    hang_detection_s: float = 60.0  # The same for a hang.
+    # Wait before the second restart without a new checkpoint; it doubles with each further one.
     backoff_initial_s: float = 1.0
-    backoff_max_s: float = 60.0
-    backoff_jitter_s: float = 1.0
-    restart_s: float = 30.0
-    first_start_s: float = 60.0
-    restore_memory_s: float = 5.0
-    restore_storage_s: float = 60.0
-    node_wait_s: float = 300.0
-    stop_s: float = 10.0
-    first_snapshot_s: float = 1.0
-    snapshot_interval_s: float = 60.0
-    snapshot_s: float = 1.0
-    snapshot_stall_s: float = 0.01
-    commit_interval_s: float = 600.0
-    commit_s: float = 30.0
-    overhead_share: float = 0.0
+    backoff_max_s: float = 60.0  # Longest such wait.
+    backoff_jitter_s: float = 1.0  # Random addition to it.
+    restart_s: float = 30.0  # From the end of the wait until the ranks can restore: processes, rendezvous, model, data.
+    first_start_s: float = 60.0  # The same at the first start and on a new node, with cold caches.
+    restore_memory_s: float = 5.0  # Restoring a snapshot.
+    restore_storage_s: float = 60.0  # Restoring a checkpoint.
+    node_wait_s: float = 300.0  # Until a lost node is replaced.
+    stop_s: float = 10.0  # From a notice to the committed last step.
+    first_snapshot_s: float = 1.0  # Time in steps before the first snapshot of an attempt, which measures their cost.
+    snapshot_interval_s: float = 60.0  # Time in steps between snapshots.
+    snapshot_s: float = 1.0  # From the end of a step until its snapshot is complete.
+    snapshot_stall_s: float = 0.01  # How long training waits for a snapshot.
+    commit_interval_s: float = 600.0  # Time in steps between checkpoints, which fall on its multiples.
+    commit_s: float = 30.0  # From a complete snapshot until it is durable.
+    overhead_share: float = 0.0  # Share of the time in steps that is not training: evaluation, waits for data.
+    # Nodes that the run may have. With one, a lost node takes all snapshots with it; with several, the others
+    # keep them.
     nodes: float = 1
-    min_nodes: float = 1
-    spares: float = 0
-    grow_interval_s: float = 300.0
+    min_nodes: float = 1  # With fewer nodes the run waits; with more it continues, proportionally slower.
+    spares: float = 0  # Further nodes that are ready to take the place of a lost one.
+    grow_interval_s: float = 300.0  # From one change of the nodes to the admission of nodes that have come.
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that is out of range."""

@@ -27,20 +27,13 @@ _FORMER_NAMES = {"machine_share": "node_loss_share", "machine_wait_s": "node_wai
 
 @dataclass(frozen=True)
 class Study:
-    """A scenario and its variations.
-
-    Attributes:
-        variations: Changed values by name, one mapping per scenario to simulate.
-        runs: Simulated runs per scenario.
-        seed: Of all of them.
-        trace_s: Seconds between failures, instead of an exponential distribution.
-    """
+    """A scenario and its variations."""
 
     scenario: Scenario
-    variations: list[dict[str, float]]
-    runs: int
-    seed: int
-    trace_s: Sequence[float] | None = None
+    variations: list[dict[str, float]]  # Changed values by name, one mapping per scenario to simulate.
+    runs: int  # Simulated runs per scenario.
+    seed: int  # Of all of them.
+    trace_s: Sequence[float] | None = None  # Seconds between failures, instead of an exponential distribution.
 
     @cached_property
     def forecasts(self) -> list[Forecast]:
