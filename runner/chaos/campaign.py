@@ -71,7 +71,7 @@ class Campaign:
         """
         processes.become_subreaper()
         pace = self.run_reference()
-        is_enough = functools.partial(self._is_enough, num_faults, seconds)
+        is_enough = functools.partial(self.is_enough, num_faults, seconds)
         num_empty = 0
         while not is_enough() and num_empty < _MAX_EMPTY_ROUNDS:
             before = len(self.result.injections)
@@ -82,7 +82,8 @@ class Campaign:
         self.result.total_s = time.monotonic() - self._began
         return self.result
 
-    def _is_enough(self, num_faults: int, seconds: float | None) -> bool:
+    def is_enough(self, num_faults: int, seconds: float | None) -> bool:
+        """Return whether so many faults were injected, and so much time has passed."""
         done = len(self.result.injections) >= num_faults
         return done and (seconds is None or time.monotonic() - self._began >= seconds)
 

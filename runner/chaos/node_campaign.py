@@ -8,6 +8,7 @@ same, and losses close.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -85,10 +86,7 @@ class NodeCampaign:
         processes.become_subreaper()
         began, result = time.monotonic(), self.result
         pace = self._calm.run_reference()
-
-        def is_enough() -> bool:
-            return len(result.injections) >= num_faults and (seconds is None or time.monotonic() - began >= seconds)
-
+        is_enough = functools.partial(self._calm.is_enough, num_faults, seconds)
         with contextlib.ExitStack() as stack:
             network = self._network(stack)
             while not is_enough():

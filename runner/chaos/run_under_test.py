@@ -157,13 +157,13 @@ class RunUnderTest:
 
     def marked(self) -> list[psutil.Process]:
         """Return the processes that have the mark in their environment."""
-        found = {}
+        found = []
         marker = f"{MARK_ENV}={self._mark}".encode()
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.Error):
                 if marker in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    found[pid] = psutil.Process(pid)
-        return [process for process in found.values() if processes.is_running(process)]
+                    found.append(psutil.Process(pid))
+        return [process for process in found if processes.is_running(process)]
 
     def shared_memory(self) -> set[Path]:
         """Return the files in /dev/shm that its processes have mapped, such as semaphores."""

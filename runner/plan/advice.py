@@ -17,6 +17,28 @@ _USABLE_SHARE = 0.92
 # Seconds for which a snapshot blocks the training thread: fixed, and per tensor (docs/benchmarks/checkpoint.md).
 _STALL_S, _STALL_PER_TENSOR_S = 0.0005, 5e-6
 _RUNS = 200
+# What there is besides the configured strategy, the simplest first: its name, method and strategy, and when it is best.
+_WAYS = (
+    ("full, DDP", "full", "ddp", "every GPU holds the whole model, which is simplest and fastest"),
+    ("full, FSDP", "full", "fsdp", "the model's state exceeds one GPU, but not all GPUs of a node"),
+    ("full, FSDP over all nodes", "full", "fsdp_all_nodes", "the model's state exceeds a node, but not all of them"),
+    (
+        "LoRA, DDP",
+        "lora",
+        "ddp",
+        "full fine-tuning fits neither whole nor sharded; with adapters the base needs no optimizer state",
+    ),
+    ("LoRA, FSDP", "lora", "fsdp", "the base exceeds one GPU, but not all GPUs of a node"),
+    ("LoRA, FSDP over all nodes", "lora", "fsdp_all_nodes", "the base exceeds a node, but not all of them"),
+    ("QLoRA, DDP", "qlora", "ddp", "the base is too large even in 16 bits"),
+    ("QLoRA, FSDP", "qlora", "fsdp", "the base exceeds one GPU even in 4 bits, but not all GPUs of a node"),
+    (
+        "QLoRA, FSDP over all nodes",
+        "qlora",
+        "fsdp_all_nodes",
+        "the base exceeds a node even in 4 bits, but not all of them",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -49,17 +71,7 @@ class Saving:
 def options(model: ModelShape, job: PlannedJob, memory_bytes: int) -> list[Option]:
     """Evaluate the supported strategies, simplest first, for the memory of a GPU, or of this node per rank."""
     found = []
-    ways = [
-        ("full, DDP", "full", "ddp"),
-        ("full, FSDP", "full", "fsdp"),
-        ("full, FSDP over all nodes", "full", "fsdp_all_nodes"),
-        ("LoRA, DDP", "lora", "ddp"),
-        ("LoRA, FSDP", "lora", "fsdp"),
-        ("LoRA, FSDP over all nodes", "lora", "fsdp_all_nodes"),
-        ("QLoRA, DDP", "qlora", "ddp"),
-        ("QLoRA, FSDP", "qlora", "fsdp"),
-        ("QLoRA, FSDP over all nodes", "qlora", "fsdp_all_nodes"),
-    ]
+    ways = [(name, method, strategy) for name, method, strategy, _ in _WAYS]
     if job.strategy == "deepspeed":
         kind = {"full": "full", "lora": "LoRA"}.get(job.method, job.method)
         ways.insert(0, (f"{kind}, DeepSpeed ZeRO-{job.zero_stage}", job.method, "deepspeed"))
@@ -99,17 +111,7 @@ def choose(found: Sequence[Option], wanted: PlannedJob) -> tuple[Option | None, 
             "nothing fits: lower trainer.per_device_train_batch_size or max_length, set gradient_checkpointing, or "
             "use more or larger GPUs"
         )
-    why = {
-        "full, DDP": "every GPU holds the whole model, which is simplest and fastest",
-        "full, FSDP": "the model's state exceeds one GPU, but not all GPUs of a node",
-        "full, FSDP over all nodes": "the model's state exceeds a node, but not all of them",
-        "LoRA, DDP": "full fine-tuning fits neither whole nor sharded; with adapters the base needs no optimizer state",
-        "LoRA, FSDP": "the base exceeds one GPU, but not all GPUs of a node",
-        "LoRA, FSDP over all nodes": "the base exceeds a node, but not all of them",
-        "QLoRA, DDP": "the base is too large even in 16 bits",
-        "QLoRA, FSDP": "the base exceeds one GPU even in 4 bits, but not all GPUs of a node",
-        "QLoRA, FSDP over all nodes": "the base exceeds a node even in 4 bits, but not all of them",
-    }[best.name]
+    why = next(why for name, *_, why in _WAYS if name == best.name)
     return best, f"{configured.name} does not fit; {why}"
 
 

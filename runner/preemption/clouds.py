@@ -15,19 +15,13 @@ from runner.preemption.metadata import REQUEST_TIMEOUT_S, Answer, MetadataClient
 
 @dataclass(frozen=True)
 class Notice:
-    """An announcement that this instance will end.
+    """An announcement that this instance will end."""
 
-    Attributes:
-        source: aws, gcp or azure.
-        what: What was announced, in words.
-        seconds_left: Seconds until the instance ends, if the cloud says so.
-        is_old: Whether it is a recommendation from before this runner started. It stays posted for hours, and a
-            scheduler that restarts the run on this instance wants the run to continue.
-    """
-
-    source: str
-    what: str
-    seconds_left: float | None
+    source: str  # aws, gcp or azure.
+    what: str  # What was announced, in words.
+    seconds_left: float | None  # Seconds until the instance ends, if the cloud says so.
+    # Whether it is a recommendation from before this runner started. It stays posted for hours, and a scheduler
+    # that restarts the run on this instance wants the run to continue.
     is_old: bool = False
 
 

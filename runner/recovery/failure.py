@@ -57,28 +57,19 @@ _TYPE = re.compile(r"(?:rank \d+: )?(?:\w+\.)*(\w+):")
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended.
+    """Why an attempt ended."""
 
-    Attributes:
-        kind: The class of the failure.
-        cause: Why, for people.
-        rank: Global rank that failed first; None if it was none.
-        step: Last finished step of the attempt.
-        fingerprint: Equal for equal failures at the same step; empty for what says nothing about the next attempt.
-        window: First and last step to skip should it happen again; None where that would not help.
-        may_pass: The next attempt may not meet it although its class usually does: memory that was short before a step
-            had ended, a GPU that another process still held. Worth one retry, unchanged.
-        in_fork: An accelerator cannot be used in a forked process: ranks have to be fresh interpreters.
-    """
-
-    kind: FailureKind
-    cause: str
-    rank: int | None = None
-    step: int = 0
+    kind: FailureKind  # The class of the failure.
+    cause: str  # Why, for people.
+    rank: int | None = None  # Global rank that failed first; None if it was none.
+    step: int = 0  # Last finished step of the attempt.
+    # Equal for equal failures at the same step; empty for what says nothing about the next attempt.
     fingerprint: str = ""
-    window: Window | None = None
+    window: Window | None = None  # First and last step to skip should it happen again; None where that would not help.
+    # The next attempt may not meet it although its class usually does: memory that was short before a step had
+    # ended, a GPU that another process still held. Worth one retry, unchanged.
     may_pass: bool = False
-    in_fork: bool = False
+    in_fork: bool = False  # An accelerator cannot be used in a forked process: ranks have to be fresh interpreters.
 
     @property
     def effect_rank(self) -> int:

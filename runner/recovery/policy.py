@@ -27,21 +27,13 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class BatchDivision:
-    """How one rank's share of a global batch is divided.
+    """How one rank's share of a global batch is divided."""
 
-    Attributes:
-        micro_batch: Samples of one forward and backward pass; None if the script has not reported it.
-        accumulation: Micro-batches of one step.
-        divisor: Parts that the configured micro-batch is divided into.
-        samples: Samples of a step that any number of ranks can share; None if they must divide it.
-        model_ranks: Ranks that compute the same samples together (tensor parallelism).
-    """
-
-    micro_batch: int | None = None
-    accumulation: int = 1
-    divisor: int = 1
-    samples: int | None = None
-    model_ranks: int = 1
+    micro_batch: int | None = None  # Samples of one forward and backward pass; None if the script has not reported it.
+    accumulation: int = 1  # Micro-batches of one step.
+    divisor: int = 1  # Parts that the configured micro-batch is divided into.
+    samples: int | None = None  # Samples of a step that any number of ranks can share; None if they must divide it.
+    model_ranks: int = 1  # Ranks that compute the same samples together (tensor parallelism).
 
     def halved(self) -> BatchDivision | None:
         """Return the same global batch in micro-batches of half the size; None if they cannot be halved."""
@@ -64,19 +56,12 @@ WHOLE_BATCHES = BatchDivision()
 
 @dataclass(frozen=True)
 class Restart:
-    """Start the next attempt.
+    """Start the next attempt."""
 
-    Attributes:
-        failures_in_a_row: Failures since the last newly committed step; the backoff grows with it.
-        reason: Why, for people.
-        batch: How batches are divided from now on.
-        skip: Steps that are skipped from now on, besides those before.
-    """
-
-    failures_in_a_row: int
-    reason: str
-    batch: BatchDivision = WHOLE_BATCHES
-    skip: Window | None = None
+    failures_in_a_row: int  # Failures since the last newly committed step; the backoff grows with it.
+    reason: str  # Why, for people.
+    batch: BatchDivision = WHOLE_BATCHES  # How batches are divided from now on.
+    skip: Window | None = None  # Steps that are skipped from now on, besides those before.
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,11 @@ FINISHED_PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class RunnerProcess:
-    """A runner, identified by its node, its process id and its start.
+    """A runner, identified by its node, its process id and its start."""
 
-    Attributes:
-        host: Identity of the node's current boot.
-        pid: Process id.
-        started: Clock ticks from the node's boot to the process's start: process ids are reused, but not at the
-            same tick.
-    """
-
-    host: str
-    pid: int
+    host: str  # Identity of the node's current boot.
+    pid: int  # Process id.
+    # Clock ticks from the node's boot to the process's start: process ids are reused, but not at the same tick.
     started: int
 
     @classmethod
@@ -75,30 +69,21 @@ def process_namespace() -> str:
 
 @dataclass
 class RestartState:
-    """Failures since the last newly committed step, and how batches are divided.
+    """Failures since the last newly committed step, and how batches are divided."""
 
-    Attributes:
-        history: Failures, oldest first.
-        batch: How batches are divided.
-        running: The attempt that is running; None between two attempts. A runner that reads one here follows a runner
-            that exited without reporting.
-        skipped: Windows of steps that are skipped.
-        reached: The newest step that the last attempt which trained has finished.
-        lost_steps: Steps that have been recomputed, as far as a runner was alive to see it.
-        lineage: Id of the run's first session that kept this state: the same on every node that continues the run.
-        runner: The runner that wrote it last.
-        finished: The job that has run to its end, with all of it durable (`identity.key_of`); empty before that, and
-            while a longer training continues it.
-    """
-
-    history: list[AttemptRecord] = field(default_factory=list)
-    batch: BatchDivision = WHOLE_BATCHES
+    history: list[AttemptRecord] = field(default_factory=list)  # Failures, oldest first.
+    batch: BatchDivision = WHOLE_BATCHES  # How batches are divided.
+    # The attempt that is running; None between two attempts. A runner that reads one here follows a runner that
+    # exited without reporting.
     running: int | None = None
-    skipped: list[Window] = field(default_factory=list)
-    reached: int = 0
-    lost_steps: int = 0
+    skipped: list[Window] = field(default_factory=list)  # Windows of steps that are skipped.
+    reached: int = 0  # The newest step that the last attempt which trained has finished.
+    lost_steps: int = 0  # Steps that have been recomputed, as far as a runner was alive to see it.
+    # Id of the run's first session that kept this state: the same on every node that continues the run.
     lineage: str = ""
-    runner: RunnerProcess | None = None
+    runner: RunnerProcess | None = None  # The runner that wrote it last.
+    # The job that has run to its end, with all of it durable (`identity.key_of`); empty before that, and while a
+    # longer training continues it.
     finished: str = ""
 
     def add(self, record: AttemptRecord) -> None:

@@ -168,17 +168,22 @@ class _Run:
             self._base = held if it.nodes > 1 else kept
             self._spend("detection", it.detection_s)
             if self._nodes.active + self._nodes.spares <= it.min_nodes:
-                self._spend("backoff", _backoff_s(it, self._failures, self._source))
+                self._back_off()
             self._lose_node()
         else:
             hung = kind < it.node_loss_share + it.hang_share
             self._spend(*(("hang wait", it.hang_detection_s) if hung else ("detection", it.detection_s)))
-            self._spend("backoff", _backoff_s(it, self._failures, self._source))
+            self._back_off()
             # The agent survives, and commits its newest snapshot.
             self._failures = 0 if held > kept else self._failures
             self._base = held
             self._start_s, self._restore_s = it.restart_s, it.restore_memory_s
         self._failure_in = self._draw_failure()
+
+    def _back_off(self) -> None:
+        initial_s, max_s, jitter_s = self._it.backoff_initial_s, self._it.backoff_max_s, self._it.backoff_jitter_s
+        wait_s = backoff_s(self._failures, initial_s=initial_s, max_s=max_s, jitter_s=jitter_s, source=self._source)
+        self._spend("backoff", wait_s)
 
     def _lose_node(self) -> None:
         """Continue with a spare or with fewer nodes; otherwise wait for the replacement."""
@@ -308,16 +313,6 @@ def _progress(it: Scenario, base: float, steps_s: float, share: float) -> tuple[
     held = begun + (copied - begun) // per_snapshot * per_snapshot if copied >= begun else base
     kept = (copied - it.commit_s * speed) // per_commit * per_commit
     return reached, max(held, base), max(kept, base)
-
-
-def _backoff_s(it: Scenario, failures: int, source: random.Random) -> float:
-    return backoff_s(
-        failures,
-        initial_s=it.backoff_initial_s,
-        max_s=it.backoff_max_s,
-        jitter_s=it.backoff_jitter_s,
-        source=source,
-    )
 
 
 def _rate(it: Scenario) -> float:
