@@ -55,20 +55,11 @@ class NodeCampaign:
         fewest: int = 1,
         report: Callable[[str], None] = print,
     ) -> None:
-        """Prepare a campaign.
+        """Prepare a campaign of nodes with one rank each, which all see the locations; otherwise see `Campaign`.
 
-        Args:
-            folder: Holds the folders of all runs.
-            options: Of `runner start`, that describe the job.
-            locations: Where the runs keep their checkpoints, which all nodes see.
-            num_nodes: Number of nodes, of one rank each.
-            seed: Of faults and moments.
-            faults: The kinds of faults to inject.
-            tolerance: Share by which losses may differ where the number of nodes changed; None for 2 %.
-            exact: Virtual ranks compute the steps: all runs must end in the same bits.
-            fewest: Smallest number of nodes with which they train. With all of them, no run changes its size, and all
-                must end in the same bits.
-            report: Receives progress, a line at a time.
+        Losses may differ by the tolerance, a share (None for 2 %), where the number of nodes changed. With `exact`,
+        virtual ranks compute the steps: all runs must end in the same bits. So they must if `fewest`, the smallest
+        number of nodes that train, is all of them: then no run changes its size.
         """
         self._folder, self._locations, self._num_nodes, self._fewest = folder, locations, num_nodes, fewest
         settings = [part for setting in (*SETTINGS, *_QUICK) for part in ("--set", setting)]

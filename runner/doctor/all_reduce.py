@@ -93,10 +93,7 @@ def _settle(device: torch.device) -> None:
 def fault_between(devices: Sequence[torch.device]) -> str:
     """Return what is wrong with an all-reduce over devices of this node, in words; empty if nothing is.
 
-    A link between two accelerators may fail where each alone is sound.
-
-    Args:
-        devices: At least two accelerators; or the CPU several times, for tests.
+    A link between two accelerators may fail where each alone is sound. Tests pass the CPU several times.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = (os.getpid(), [str(device) for device in devices], str(Path(folder) / "store"))

@@ -56,12 +56,9 @@ def faults() -> Iterator[str]:
 
 
 def faults_of(device: torch.device) -> Iterator[str]:
-    """Yield what is wrong with one device.
+    """Yield what is wrong with an accelerator, or with the CPU in tests.
 
     Products are of small integers, so that every order of additions gives the same float32.
-
-    Args:
-        device: An accelerator; or the CPU, for tests.
     """
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randint(-8, 9, (_SIZE, _SIZE), generator=generator).float() for _ in range(2))

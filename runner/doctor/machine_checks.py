@@ -30,12 +30,7 @@ _DEFAULT_KEPT = 3
 def check_node(config: Config, num_ranks: int, has_gpus: bool, rank_bytes: int, state_bytes: int) -> Iterator[Finding]:
     """Check memory, limits and clock.
 
-    Args:
-        config: The run.
-        num_ranks: On this node.
-        has_gpus: Whether the ranks use GPUs.
-        rank_bytes: Peak host memory of a rank in bytes, as `runner plan` estimates it.
-        state_bytes: Size of a snapshot in bytes; two are kept in memory.
+    `runner plan` estimates the peak host memory of a rank, and the size of a snapshot, of which two are in memory.
     """
     yield from _memory(config, num_ranks, rank_bytes, state_bytes)
     yield from _shared_memory(config, num_ranks, has_gpus)

@@ -130,13 +130,8 @@ def combine(failures: Sequence[Failure]) -> Failure:
     """Combine the failures of all nodes for one attempt: a cause takes precedence over its effects.
 
     A lost node makes the ranks of the others hang, and both make ranks lose their connections. Finished and preempted
-    count only if all nodes report them.
-
-    Args:
-        failures: One per node, in the order of their node ranks.
-
-    Returns:
-        The cause, with the last step that any node finished.
+    count only if all nodes report them. The failures are in the order of the node ranks; the cause is returned with the
+    last step that any node finished.
     """
     step = max(failure.step for failure in failures)
     bad = [failure for failure in failures if not failure.kind.is_orderly]

@@ -70,14 +70,9 @@ def scenario_of(
     reclaims_per_day: float,
     settings: Sequence[str],
 ) -> Scenario:
-    """Build the scenario of a command line.
+    """Build the scenario of a command line, with the durations of a run's journal, if there is one.
 
-    Args:
-        entries: Journal of a run to measure durations from; may be empty.
-        work_hours: Hours of steps.
-        mttf_hours: Mean hours between failures; None for no failures.
-        reclaims_per_day: Announced reclaims of spot nodes per day.
-        settings: NAME=SECONDS of each `--set`; they take precedence over the journal.
+    The settings, NAME=SECONDS of each `--set`, take precedence over the journal.
 
     Raises:
         UsageError: A name is unknown, or a value is out of range.
