@@ -115,9 +115,9 @@ class Campaign:
         return self.judge(number, before, differences, how)
 
     def judge(self, number: int, before: int, differences: Sequence[str], how: str = "passed") -> bool:
-        """Record and report how a run has ended, before which there were so many violations; return whether it passed.
+        """Record and report how a run has ended, and return whether it passed.
 
-        The differences are from the fault-free run; `how` is the verdict if there are none.
+        `before` is the number of violations before it, and `how` the verdict if all is as in the fault-free run.
         """
         result = self.result
         result.differences += [f"run {number}: {text}" for text in differences]

@@ -14,7 +14,7 @@ from checkpointing.agent.events import Committed, Log
 from checkpointing.commit.tiers import Tiers
 from runner.chaos.network import Network, address_of, inside
 from runner.chaos.run_under_test import POLL_S, RunUnderTest, runner_command
-from runner.chaos.sandbox import Clock
+from runner.chaos.sandbox import Clock, made_or_why_not
 from runner.errors import ExitCode
 from runner.journal.events import Entry
 from runner.journal.journal import JOURNAL_NAME
@@ -39,7 +39,7 @@ class ClusterNode:
         own += ["--set", f"launch.peer_bind={address}"]
         command = runner_command(folder, *options, *own)
         self._command = inside(rank, command) if network is not None else command
-        self.clock = Clock.build(folder.with_name(f"{folder.name}-clock"))
+        self.clock = made_or_why_not(lambda: Clock(folder.with_name(f"{folder.name}-clock")))
         device = "eth0" if network is not None else "lo"
         self._environment = {"GLOO_SOCKET_IFNAME": device, "NCCL_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"}
         if isinstance(self.clock, Clock):

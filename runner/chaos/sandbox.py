@@ -14,9 +14,12 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
+
+T = TypeVar("T")
 
 _MOUNT = Path("/sys/fs/cgroup")
 # By how much a limit is raised that the kernel refuses.
@@ -28,6 +31,14 @@ _SLOW_DOWN = (
     b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 )
 _CHUNK_BYTES = 65536
+
+
+def made_or_why_not(make: Callable[[], T]) -> T | str:
+    """Return what `make` returns, or why this machine does not let it."""
+    try:
+        return make()
+    except OSError as error:
+        return str(error)
 
 
 class Clock:
@@ -56,14 +67,6 @@ class Clock:
         with offset.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), 8)
         self.environment = {"LD_PRELOAD": str(library), OFFSET_ENV: str(offset)}
-
-    @classmethod
-    def build(cls, folder: Path) -> Clock | str:
-        """Return a clock whose library is in `folder`, or why it cannot be built."""
-        try:
-            return cls(folder)
-        except OSError as error:
-            return str(error)
 
     def set(self, seconds: int) -> None:
         """Set the offset from the machine's clock in seconds."""

@@ -15,7 +15,7 @@ import psutil
 from checkpointing.commit.tiers import Tiers, open_tiers
 from checkpointing.host.failpoints import FILE_ENV, ONCE_ENV
 from runner.chaos.run_under_test import RunUnderTest
-from runner.chaos.sandbox import Clock, FaultyProxy, MemoryGroup, endpoint_of_environment
+from runner.chaos.sandbox import Clock, FaultyProxy, MemoryGroup, endpoint_of_environment, made_or_why_not
 from runner.config.schema import Config
 from runner.errors import ExitCode, RunnerError
 from runner.journal.events import RankStarted
@@ -187,18 +187,11 @@ def prepare_scene(folder: Path, locations: Locations, random: random.Random, mak
         if upstream is not None and "://" in locations.location(folder):
             proxy = stack.enter_context(FaultyProxy(upstream))
             environment |= {"AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ENDPOINT_URL_S3": proxy.endpoint}
-        clock, memory = Clock.build(folder / "clock"), _memory_group(stack)
+        clock, memory = made_or_why_not(lambda: Clock(folder / "clock")), made_or_why_not(MemoryGroup)
         if isinstance(clock, Clock):
             environment |= clock.environment
+        if isinstance(memory, MemoryGroup):
+            stack.callback(memory.close)
         on_start = memory.enter if isinstance(memory, MemoryGroup) else lambda pid: None
         tiers = locations.tiers(folder)
         yield Scene(make_run(folder, environment, on_start), tiers, random, failpoints, proxy, clock, memory)
-
-
-def _memory_group(stack: contextlib.ExitStack) -> MemoryGroup | str:
-    try:
-        group = MemoryGroup()
-    except OSError as error:
-        return str(error)
-    stack.callback(group.close)
-    return group
