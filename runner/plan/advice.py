@@ -17,7 +17,7 @@ _USABLE_SHARE = 0.92
 # Seconds for which a snapshot blocks the training thread: fixed, and per tensor (docs/benchmarks/checkpoint.md).
 _STALL_S, _STALL_PER_TENSOR_S = 0.0005, 5e-6
 _RUNS = 200
-# What there is besides the configured strategy, the simplest first: its name, method and strategy, and when it is best.
+# The ways to train, simplest first: name, method, strategy, and why it is chosen where those before it do not fit.
 _WAYS = (
     ("full, DDP", "full", "ddp", "every GPU holds the whole model, which is simplest and fastest"),
     ("full, FSDP", "full", "fsdp", "the model's state exceeds one GPU, but not all GPUs of a node"),
