@@ -29,32 +29,18 @@ class BuildLocks:
     """Removes abandoned locks at the beginning of every attempt of this node."""
 
     def __init__(self, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
-        """No attempt has begun.
-
-        Args:
-            environment: The environment of the ranks.
-            report: Called with a line for the user.
-        """
         self._folder, self._report = extension_folder(environment), report
         self._last_began = inf
 
     def begin_attempt(self, now: float) -> None:
-        """Remove what ranks of this attempt would wait for without end.
-
-        Args:
-            now: Seconds since the epoch.
-        """
+        """Remove what ranks of this attempt would wait for without end; `now` is in seconds since the epoch."""
         for path in remove_abandoned(self._folder, since=self._last_began, now=now):
             self._report(f"removed {path}: the build of a torch extension that held it was killed")
         self._last_began = now
 
 
 def extension_folder(environment: Mapping[str, str]) -> Path:
-    """Return where torch builds extensions, as `torch.utils.cpp_extension` chooses it.
-
-    Args:
-        environment: The environment of the ranks.
-    """
+    """Return where torch builds extensions, as `torch.utils.cpp_extension` chooses it."""
     if chosen := environment.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
     if chosen := environment.get("XDG_CACHE_HOME"):
@@ -63,9 +49,7 @@ def extension_folder(environment: Mapping[str, str]) -> Path:
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "torch_extensions"
 
 
-def remove_abandoned(
-    folder: Path, *, since: float, now: float, longest_build_s: float = _LONGEST_BUILD_S
-) -> list[Path]:
+def remove_abandoned(folder: Path, *, since: float, now: float) -> list[Path]:
     """Remove the locks of builds that nobody is working on; returns them.
 
     A lock is abandoned if no process of this machine has it open and it is either as new as this node's last attempt,
@@ -76,13 +60,13 @@ def remove_abandoned(
         folder: Where torch builds extensions.
         since: When the last attempt on this node began, in seconds since the epoch; infinity if there was none.
         now: The time of that clock.
-        longest_build_s: From this age on, in seconds, no build can be under way.
     """
     try:
-        found = _locks(folder)
+        # One folder per extension; by default, in one per version of Python and CUDA.
+        found = [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
         if found and _is_shared(folder):
             since = inf
-        candidates = [path for path in found if _is_candidate(path, since, now - longest_build_s)]
+        candidates = [path for path in found if _is_candidate(path, since, now - _LONGEST_BUILD_S)]
     except OSError:
         # This user cannot read the folder, and so builds nothing there.
         return []
@@ -95,11 +79,6 @@ def remove_abandoned(
                 path.unlink()
                 removed.append(path)
     return removed
-
-
-def _locks(folder: Path) -> list[Path]:
-    # One folder per extension; by default, in one per version of Python and CUDA.
-    return [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
 
 
 def _is_candidate(path: Path, since: float, too_old: float) -> bool:

@@ -1,9 +1,15 @@
-"""The launcher's environment, and its request for an attempt. Pure: no process, no clock."""
+"""What the launcher loads before ranks are forked, its environment, and its request for an attempt.
+
+Loading transformers takes four seconds of processor time and TRL another one, which a bare loop need not wait for. Only
+what can be read in the script's text counts: where that leaves a doubt, everything is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import ast
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from checkpointing.agent.protocol import Message
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
@@ -13,18 +19,85 @@ from runner.journal.attempts import AttemptSpec, Job
 from runner.journal.run_directory import RunDirectory
 from runner.system.processes import PRELOAD_ENV, RUN_ID_ENV
 
+# Names of packages that import neither transformers nor trl, besides the standard library.
+_LIGHT = {"torch", "numpy", "tqdm", "yaml", "psutil", "safetensors", "torchvision", "pandas", "pyarrow", "rich"}
+_HEAVY = {"transformers", "datasets", "accelerate", "tokenizers"}
+# Ways to import what the text does not name.
+_HIDDEN = ("import_module", "__import__", "exec(", "runpy")
+_MAX_FILES = 100
+
+# accelerate imports it when training begins.
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+EVERYTHING = ("transformers.trainer", "datasets", "trl.trainer.sft_trainer", "runner.training.job", _HOOKS)
+_OF_TRAINER = ("transformers.trainer", "datasets", "checkpointing.transformers", _HOOKS)
+_OF_LOOP = ("checkpointing.manager.manager",)
+
+
+def modules_to_preload(script: str | None) -> tuple[str, ...]:
+    """Return the modules to load before ranks are forked, for a user's script; None is the bundled job."""
+    if script is None:
+        return EVERYTHING
+    try:
+        found = set(_imported(Path(script)))
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return EVERYTHING
+    packages = {name.partition(".")[0] for name in found} - sys.stdlib_module_names - _LIGHT - {"checkpointing"}
+    if not packages <= _HEAVY:
+        return EVERYTHING
+    return _OF_TRAINER if packages or "checkpointing.transformers" in found else _OF_LOOP
+
+
+def _imported(script: Path) -> Iterator[str]:
+    """Yield the names of the modules that a script, and the files in its folder that it imports, import.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: Something may be imported that the text does not name.
+        SyntaxError: A file is not Python.
+    """
+    waiting, seen = [script], set[Path]()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        text = path.read_text(encoding="utf-8")
+        if len(seen) > _MAX_FILES or any(word in text for word in _HIDDEN):
+            raise ValueError("imports that the text does not show")
+        for name in _names(ast.parse(text)):
+            local = _local_files(script.parent, name)
+            if local:
+                waiting += local
+            else:
+                yield name
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError("a relative import, which depends on how the file was imported")
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _local_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of a module in the script's folder, with those of the packages around it."""
+    parts = name.split(".")
+    found: list[Path] = []
+    for count in range(1, len(parts) + 1):
+        path = folder.joinpath(*parts[:count])
+        found += [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    return found
+
 
 def launcher_environment(
     config: Config, mark: str, preload: Sequence[str], inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of the launcher, which the ranks inherit.
-
-    Args:
-        config: The resolved configuration.
-        mark: Identifies the run's processes; see `processes.mark`.
-        preload: Modules to load before ranks are forked.
-        inherited: The environment of this process.
-    """
+    """Return the environment of the launcher, which the ranks inherit; for `mark`, see `processes.mark`."""
     environment = dict(inherited)
     environment[RUN_ID_ENV] = mark
     environment[PRELOAD_ENV] = " ".join(preload)
@@ -44,29 +117,6 @@ def launcher_environment(
     return environment
 
 
-@dataclass(frozen=True)
-class RankSetup:
-    """What ranks need to know of this node.
-
-    Attributes:
-        nproc: Ranks on this node.
-        accelerators: GPUs that torch sees; 0 on a CPU.
-        cold: Whether ranks are fresh interpreters instead of forks of a preloaded one.
-        agent_socket: Path of the checkpoint agent's socket.
-        event_socket: Path of the socket on which ranks report to this runner.
-        log_dir: Folder for the ranks' output.
-        committed_step: Newest committed step, -1 if there is none.
-    """
-
-    nproc: int
-    accelerators: int
-    cold: bool
-    agent_socket: str
-    event_socket: str
-    log_dir: str
-    committed_step: int
-
-
 def launch_request(
     spec: AttemptSpec,
     *,
@@ -74,22 +124,22 @@ def launch_request(
     directory: RunDirectory,
     job: Job,
     run_id: str,
-    setup: RankSetup,
+    nproc: int,
+    accelerators: int,
+    cold: bool,
+    agent_socket: str,
+    event_socket: str,
+    log_dir: Path,
+    committed_step: int,
     inherited: Mapping[str, str],
 ) -> Message:
     """Return the request that has the launcher start the ranks of an attempt.
 
-    Args:
-        spec: What the attempt is to be.
-        config: The resolved configuration.
-        directory: The run's folder.
-        job: What runs.
-        run_id: Identity of the run.
-        setup: What ranks need to know of this node.
-        inherited: The environment of this process.
+    `accelerators` is 0 on a CPU, and `committed_step` -1 if there is none; with `cold`, ranks are fresh interpreters
+    instead of forks of a preloaded one.
     """
     launch = config.launch
-    settings = rank_settings_of(spec, config=config, job=job, agent_socket=setup.agent_socket)
+    settings = _rank_settings(spec, config=config, job=job, agent_socket=agent_socket)
     # A run that may have several nodes uses their addresses also while it has one.
     endpoint, own = launch.rendezvous(spec.run_nodes, spec.leader_host)
     return {
@@ -97,25 +147,25 @@ def launch_request(
         "attempt": spec.attempt,
         "nnodes": spec.nnodes,
         "may_have_several": spec.run_nodes > 1,
-        "nproc_per_node": setup.nproc,
+        "nproc_per_node": nproc,
         "rdzv_backend": launch.rdzv_backend if spec.run_nodes > 1 else "c10d",
         "rdzv_endpoint": endpoint,
         "is_host": launch.node_rank == spec.leader,
         "local_addr": own,
         "join_timeout_s": launch.rendezvous_timeout_s,
-        "cold": setup.cold,
-        "log_dir": setup.log_dir,
+        "cold": cold,
+        "log_dir": str(log_dir),
         "spec": {
             "env": {
                 **(_on_loopback(inherited) if spec.run_nodes == 1 else {}),
                 SETTINGS_ENV: settings.to_json(),
             },
-            "events": setup.event_socket,
+            "events": event_socket,
             "config": str(directory.config),
             "cache": str(directory.cache),
-            "accelerators": setup.accelerators,
+            "accelerators": accelerators,
             # A checkpoint that a stock Trainer wrote need not hold every weight.
-            "resumes": (spec.attempt > 1 or setup.committed_step >= 0) and not settings.resume_from,
+            "resumes": (spec.attempt > 1 or committed_step >= 0) and not settings.resume_from,
             "script": job.script,
             "args": list(job.args),
         },
@@ -123,25 +173,12 @@ def launch_request(
 
 
 def preparation(config: Config, directory: RunDirectory) -> dict[str, str]:
-    """Return the request that has the launcher prepare the data of the bundled job.
-
-    Args:
-        config: The resolved configuration.
-        directory: The run's folder.
-    """
+    """Return the request that has the launcher prepare the data of the bundled job."""
     files = {"config": directory.config, "cache": directory.cache, "log": directory.logs / "prepare.log"}
     return {"limit_s": str(config.launch.rendezvous_timeout_s), **{name: str(path) for name, path in files.items()}}
 
 
-def rank_settings_of(spec: AttemptSpec, *, config: Config, job: Job, agent_socket: str) -> RankSettings:
-    """Return the settings with which a node's ranks run an attempt.
-
-    Args:
-        spec: What the attempt is to be.
-        config: The resolved configuration.
-        job: What runs.
-        agent_socket: Path of the checkpoint agent's socket.
-    """
+def _rank_settings(spec: AttemptSpec, *, config: Config, job: Job, agent_socket: str) -> RankSettings:
     num_failures, _, observed_s = spec.failure_history.partition(":")
     return RankSettings(
         agent_socket=agent_socket,

@@ -72,33 +72,21 @@ class Signal:
 
 
 def rank_main(spec: dict[str, Any]) -> None:
-    """Run the bundled job, or the user's script as `__main__`, in a rank.
-
-    Args:
-        spec: The `spec` of the launch request.
-    """
+    """Run the bundled job, or the user's script as `__main__`, in a rank; `spec` is that of the launch request."""
     from runner.training.rank import run_rank
 
     run_rank(spec)
 
 
 def prepare_main(spec: dict[str, str]) -> None:
-    """Prepare the data of the bundled job, in a fork of the fork server.
-
-    Args:
-        spec: The `prepare` of the request.
-    """
+    """Prepare the data of the bundled job, in a fork of the fork server; `spec` is the `prepare` of the request."""
     from runner.training.prepare import run
 
     run(spec)
 
 
 def main() -> int:
-    """Load torch, then run one attempt per request until the supervisor closes the control socket.
-
-    Returns:
-        The exit status of the process.
-    """
+    """Load torch, then run one attempt per request until the supervisor closes the control socket."""
     processes.die_with_parent(lambda: os.getppid() != int(sys.argv[4]))
     _leave_signals_to_the_supervisor()
     # multiprocessing's own folders have the sockets of the fork server and of workers' queues. Killed processes cannot
@@ -135,9 +123,7 @@ def main() -> int:
 def _report_warm(warm: int, control: socket.socket) -> None:
     """Tell the runner once ranks can be forked without delay: a node that joins a running attempt must not hold it up.
 
-    Args:
-        warm: Becomes readable then, and when the fork server has died.
-        control: The connection to the runner.
+    `warm` becomes readable then, and when the fork server has died.
     """
     with contextlib.suppress(OSError):
         os.read(warm, 1)
@@ -278,14 +264,7 @@ def _log_to_file(path: Path) -> None:
 
 
 def _launch(request: Message) -> Message:
-    """Run one attempt to its end.
-
-    Args:
-        request: See `launch_request`.
-
-    Returns:
-        `finished`, `failures` that torchrun saw, and `error` if it failed itself.
-    """
+    """Run one attempt to its end; return `finished`, `failures` that torchrun saw, and `error` if it failed itself."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -327,7 +306,6 @@ def _launch(request: Message) -> Message:
         await_store(request["rdzv_endpoint"])
     if not request["may_have_several"]:
         listen_on_loopback_only()
-    failures: list[Message] = []
     try:
         elastic_launch(config, rank_main)(request["spec"])
     except ChildFailedError as error:
@@ -338,11 +316,7 @@ def _launch(request: Message) -> Message:
         return {"finished": False, "failures": failures}
     except SignalException as error:
         # The supervisor ends this process by closing the control socket, so the signal has another origin.
-        return {
-            "finished": False,
-            "failures": [],
-            "error": f"launcher received {signal.Signals(error.sigval).name}",
-        }
+        return {"finished": False, "failures": [], "error": f"launcher received {signal.Signals(error.sigval).name}"}
     except Exception as error:
         return {"finished": False, "failures": [], "error": f"{type(error).__name__}: {error}"}
     return {"finished": True, "failures": []}

@@ -21,8 +21,7 @@ _WATCH_S = 1.0
 def meet_at_once(nnodes: int) -> None:
     """Have nodes look often whether the others have come to the rendezvous; torchrun looks once a second.
 
-    Args:
-        nnodes: Nodes of the attempt. They ask one store, so with more of them each asks less often.
+    They ask one store, so with more of them each asks less often.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -47,9 +46,6 @@ def await_store(endpoint: str) -> None:
     """Wait until the leader's store can be connected to, or for as long as torch would between two tries.
 
     torch's first try is too early as often as not, and the second one comes most of a second later.
-
-    Args:
-        endpoint: The store's host and port.
     """
     host, _, port = endpoint.rpartition(":")
     if not port.isdigit():

@@ -74,12 +74,7 @@ class AgentEvents:
         self._display.state.attempt, self._display.state.activity = number, "starting"
 
     def show_heartbeats(self, beats: Iterable[Heartbeat], now: float) -> None:
-        """Show the progress of the ranks, and record it every 10 s: a script may log seldom, or nothing.
-
-        Args:
-            beats: The newest heartbeat of each rank of this node.
-            now: Monotonic seconds.
-        """
+        """Show the progress of the ranks, and record it every 10 s: a script may log seldom, or nothing."""
         steps = [beat.step for beat in beats if beat.start_time]
         if steps:
             step = max(steps)

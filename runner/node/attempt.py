@@ -11,18 +11,23 @@ from checkpointing.agent.protocol import Message
 from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.config.schema import Config
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
-from runner.journal.events import Record
-from runner.launcher.launcher_check import LauncherCheck
+from runner.journal.events import BestModel, RankStarted, Record
 from runner.node.agent_events import AgentEvents
-from runner.node.attempt_end import AttemptEnd, failure_of, storage_failed
-from runner.node.graceful_stop import GracefulStop
-from runner.node.hang_check import HangCheck
+from runner.node.attempt_end import GracefulStop, failure_of, storage_failed
+from runner.node.hang_check import HangCheck, LauncherCheck, dump_stacks
 from runner.node.helper_processes import LauncherHelper
 from runner.node.helpers import KILL_TIMEOUT_S, Helpers
-from runner.node.rank_reports import RankReports
 from runner.ranks.output import OutputRelay
-from runner.ranks.stacks import dump_stacks
-from runner.ranks.watch import RankWatch
+from runner.ranks.watch import (
+    BestModelWritten,
+    Done,
+    Failed,
+    PreemptedRank,
+    RankMessage,
+    RankWatch,
+    Started,
+    StopSignal,
+)
 from runner.ranks.watchdog import HangLimits, Watchdog
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
@@ -33,8 +38,6 @@ from runner.ui.progress import ProgressDisplay
 _SOON_S = 0.05
 # If a rank reports only that another one is gone: seconds for that one to report why.
 _CAUSE_GRACE_S = 0.5
-
-
 # Snapshots that change in a node's memory before it counts as faulty.
 _MOST_DAMAGED = 2
 
@@ -45,7 +48,6 @@ class Attempt:
     Attributes:
         spec: What was asked for.
         ranks: The ranks of this node.
-        reports: Handles what they send.
         graceful: Has the ranks stop at an agreed step.
         hangs: Looks for ranks and helpers that hang.
         result: The launcher's last message; None while the attempt runs.
@@ -71,24 +73,10 @@ class Attempt:
         read_rank_messages: Callable[[], None],
         ranks: RankWatch | None = None,
     ) -> None:
-        """Begin to watch.
+        """Begin to watch; no rank has started.
 
-        Args:
-            spec: What was asked for.
-            config: The resolved configuration.
-            job: What runs.
-            nproc: Ranks on this node.
-            log_dir: Folder for the ranks' output and stacks.
-            helpers: The agent and the launcher.
-            checkpoints: What the agent has reported.
-            display: The console.
-            record: Appends an event to the journal.
-            clock: The journal's clock, in seconds since the epoch.
-            loop: The event loop.
-            stop: Whether the run was asked to stop.
-            host: The operating system.
-            read_rank_messages: Has everything handled that ranks have sent so far.
-            ranks: The ranks of this node; none has started.
+        `clock` is the journal's, in seconds since the epoch; `read_rank_messages` has everything handled that ranks
+        have sent so far.
         """
         self.spec, self._config, self._job, self._nproc, self._log_dir = spec, config, job, nproc, log_dir
         self._helpers, self._checkpoints, self._display, self._record = helpers, checkpoints, display, record
@@ -115,14 +103,7 @@ class Attempt:
             host=host,
             heartbeats=self.heartbeats,
         )
-        self.reports = RankReports(
-            self.ranks,
-            self.graceful,
-            relay=OutputRelay(display.pass_on) if job.show_output else None,
-            record=record,
-            loop=loop,
-            read_rank_messages=read_rank_messages,
-        )
+        self._relay = OutputRelay(display.pass_on) if job.show_output else None
         self.hangs = HangCheck(
             Watchdog(HangLimits.of(config.restart), watch_start=job.script is None, now=now),
             ranks=self.ranks,
@@ -133,7 +114,35 @@ class Attempt:
             write_stacks=self._write_stacks,
         )
 
-    # -- what the launcher and the supervisor report ------------------------------------------------------------------
+    # -- what ranks, launcher and supervisor report --------------------------------------------------------------------
+
+    def on_rank(self, message: RankMessage) -> None:
+        """Handle a message of a rank of this attempt."""
+        match message:
+            case Started():
+                self._record(RankStarted(rank=message.rank, pid=message.pid))
+                if self._relay is not None and message.error_file:
+                    self._relay.follow(Path(message.error_file).parent)
+                pidfd = self.ranks.started(message)
+                if pidfd is not None:
+                    self._loop.register(pidfd, self._on_death)
+            case Done(rank=rank):
+                self.ranks.done.add(rank)
+            case PreemptedRank(rank=rank):
+                self.ranks.preempted.add(rank)
+            case Failed(rank=rank):
+                self.ranks.errors[rank] = (message.error, message.frame, message.transient)
+            case StopSignal(rank=rank):
+                self.graceful.signalled.add(rank)
+            case BestModelWritten(step=step):
+                self._record(BestModel(step=step))
+
+    def _on_death(self, pidfd: int) -> None:
+        # What the rank reported before it died comes first.
+        self._read_rank_messages()
+        if pidfd in self.ranks.pidfds:
+            self._loop.unregister(pidfd)
+            self.ranks.died(pidfd)
 
     def on_launcher(self, message: Message) -> None:
         """Handle the launcher's report: torchrun has ended."""
@@ -141,12 +150,7 @@ class Attempt:
         self.result = message
 
     def end(self, verdict: Failure, *, stacks: bool = False) -> None:
-        """Kill the ranks.
-
-        Args:
-            verdict: Why.
-            stacks: Whether to write their stacks before.
-        """
+        """Kill the ranks because of `verdict`; write their stacks before, if wanted."""
         now = self._host.monotonic()
         if self._verdict is not None:
             return
@@ -168,11 +172,7 @@ class Attempt:
     # -- a turn ------------------------------------------------------------------------------------------------------
 
     def turn(self, *, others_busy: bool) -> None:
-        """Handle what has happened: a death, a hang, a lost helper process, a stop request.
-
-        Args:
-            others_busy: Whether a rank of another node is legitimately not computing steps.
-        """
+        """Handle what has happened: a death, a hang, a lost helper process, a stop request."""
         launcher, now = self._helpers.launcher, self._host.monotonic()
         assert launcher is not None
         self._launcher_check.skip(self._helpers.turn(now))
@@ -252,36 +252,33 @@ class Attempt:
     def close(self) -> None:
         """Kill the remaining ranks, and show the rest of their output."""
         self.ranks.kill()
-        self.reports.stop_watching()
+        for pidfd in self.ranks.pidfds:
+            self._loop.unregister(pidfd)
+        self.ranks.close()
         self._host.kill_all(self._helpers.strays)
         self._host.reap_strays(self._helpers.pids)
-        self.reports.close()
+        if self._relay is not None:
+            self._relay.finish()
 
     def conclude(self, on_journal_clock: Callable[[float], float]) -> AttemptResult:
-        """Return how the attempt ended.
-
-        Args:
-            on_journal_clock: Converts a time of `machine_clock` to seconds since the epoch.
-        """
+        """Return how the attempt ended; `on_journal_clock` converts a time of `machine_clock`."""
         assert self.result is not None
         beats = self.heartbeats()
         start_step = max((beat.start_step for beat in beats), default=0)
         step = max((beat.step for beat in beats), default=0)
         failure = failure_of(
-            AttemptEnd(
-                self.result,
-                rank_ends=self.ranks.ends(self.result["failures"]),
-                start_step=start_step,
-                step=step,
-                kernel_oom_kills=self._host.oom_kills() - self._oom_kills_before,
-                verdict=self._verdict,
-                failed_saves=self._checkpoints.failed_saves,
-                max_failed_saves=self._config.checkpoint.max_failed_saves,
-                script_signalled=self.graceful.script_signalled,
-                asked=frozenset(self.graceful.asked),
-                # In a run of several nodes another one may have been asked.
-                stop_known=self.spec.run_nodes > 1 or bool(self._stop) or self.graceful.requested,
-            )
+            self.result,
+            self.ranks.ends(self.result["failures"]),
+            start_step=start_step,
+            step=step,
+            kernel_oom_kills=self._host.oom_kills() - self._oom_kills_before,
+            verdict=self._verdict,
+            failed_saves=self._checkpoints.failed_saves,
+            max_failed_saves=self._config.checkpoint.max_failed_saves,
+            script_signalled=self.graceful.script_signalled,
+            asked=self.graceful.asked,
+            # In a run of several nodes another one may have been asked.
+            stop_known=self.spec.run_nodes > 1 or bool(self._stop) or self.graceful.requested,
         )
         return AttemptResult(
             failure.at_step(step),

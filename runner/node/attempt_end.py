@@ -1,21 +1,121 @@
-"""Decide why an attempt ended on this node, from all that is known of it. Pure."""
+"""How an attempt ends: in good order on request, within the grace period, and for which reason in any case."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable, Sequence, Set
 
 from checkpointing.agent.protocol import Message
+from checkpointing.host.heartbeat import Heartbeat, Phase
+from runner.journal.attempts import Job
+from runner.node.agent_events import AgentEvents
+from runner.node.helpers import Helpers
+from runner.ranks.watch import RankWatch
 from runner.recovery.classify import RankEnd, classify
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind, kind_of_error
+from runner.system.host import Host
+from runner.ui.progress import ProgressDisplay
 
 
-@dataclass(frozen=True)
-class AttemptEnd:
-    """What is known of an attempt that is over.
+class GracefulStop:
+    """Has the ranks agree on a step, take a snapshot, commit it and exit, and measures the grace period.
 
     Attributes:
+        script_signalled: Whether a script without checkpoints of ours was sent SIGTERM.
+        paused: Whether the ranks are to stop for a change of the nodes, after which the run continues.
+        signalled: Ranks that have received a stop signal of their own.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        grace_s: float,
+        *,
+        ranks: RankWatch,
+        helpers: Helpers,
+        checkpoints: AgentEvents,
+        display: ProgressDisplay,
+        host: Host,
+        heartbeats: Callable[[], Sequence[Heartbeat]],
+    ) -> None:
+        self._job, self._grace_s, self._ranks, self._helpers = job, grace_s, ranks, helpers
+        self._checkpoints, self._display, self._host, self._heartbeats = checkpoints, display, host, heartbeats
+        self._deadline: float | None = None
+        self.signalled: set[int] = set()
+        self.script_signalled = self.paused = False
+
+    @property
+    def requested(self) -> bool:
+        """Whether the ranks were asked to stop."""
+        return self._deadline is not None
+
+    @property
+    def late(self) -> bool:
+        """Whether the grace period is over."""
+        return self._deadline is not None and self._host.monotonic() > self._deadline
+
+    @property
+    def asked(self) -> set[int]:
+        """Ranks that were asked to stop by something other than torchrun.
+
+        When a rank has died, torchrun ends the others with SIGTERM, even one that had finished: of signals that come
+        later, only that of the dead rank counts.
+        """
+        first = self._ranks.deaths[:1]
+        return self.signalled & set(first) if first else self.signalled
+
+    def request(self) -> None:
+        """Have the ranks stop; they get the grace period for it, once."""
+        if self._deadline is not None:
+            return
+        commit_s = self._checkpoints.commit_s
+        self._deadline = self._host.monotonic() + self._grace_s
+        self._helpers.request_agent("request_stop")
+        if commit_s is not None and commit_s > self._grace_s:
+            self._display.message(
+                f"the last commit took {commit_s:.0f} s, and the grace period for the next one is {self._grace_s:g} s: "
+                f"it may not finish; step {self._checkpoints.committed_step} is safe. A longer --grace or a "
+                "checkpoint.local_tier gives it time"
+            )
+        # A script that does not use our checkpoints is stopped as torchrun would stop it.
+        if self._job.script is not None and all(beat.phase is Phase.STARTING for beat in self._heartbeats()):
+            self.script_signalled = True
+            self._ranks.kill(signal.SIGTERM)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether some rank of this node has begun to take steps."""
+        return any(beat.phase not in (Phase.STARTING, Phase.RESTORING) for beat in self._heartbeats())
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether waiting can save anything: a training loop runs, or a script that may handle the signal itself."""
+        return self.is_training or (self._job.script is not None and bool(self._ranks.pidfds))
+
+
+def storage_failed(failed_saves: tuple[int, str], limit: int | None) -> bool:
+    """Return whether so many saves in a row failed that training should end."""
+    return limit is not None and failed_saves[0] >= limit
+
+
+def failure_of(
+    launcher_result: Message,
+    rank_ends: Sequence[RankEnd] = (),
+    *,
+    start_step: int = 0,
+    step: int = 0,
+    kernel_oom_kills: int = 0,
+    verdict: Failure | None = None,
+    failed_saves: tuple[int, str] = (0, ""),
+    max_failed_saves: int | None = None,
+    script_signalled: bool = False,
+    asked: Set[int] = frozenset(),
+    stop_known: bool = False,
+) -> Failure:
+    """Return why an attempt ended on this node; the kind of a good end is not a failure. Pure.
+
+    Args:
         launcher_result: The launcher's last message, or one in its place for a launcher that was lost.
         rank_ends: How the failed ranks ended, in the order of their deaths.
         start_step: Step that it started from.
@@ -28,51 +128,26 @@ class AttemptEnd:
         asked: Ranks that were asked to stop by something other than the runner.
         stop_known: Whether the runner was asked to stop, or another node may have been.
     """
-
-    launcher_result: Message
-    rank_ends: Sequence[RankEnd] = ()
-    start_step: int = 0
-    step: int = 0
-    kernel_oom_kills: int = 0
-    verdict: Failure | None = None
-    failed_saves: tuple[int, str] = (0, "")
-    max_failed_saves: int | None = None
-    script_signalled: bool = False
-    asked: frozenset[int] = frozenset()
-    stop_known: bool = False
-
-
-def storage_failed(failed_saves: tuple[int, str], limit: int | None) -> bool:
-    """Return whether so many saves in a row failed that training should end."""
-    return limit is not None and failed_saves[0] >= limit
-
-
-def failure_of(end: AttemptEnd) -> Failure:
-    """Return why the attempt ended; the kind of a good end is not a failure."""
-    result, finished = end.launcher_result, bool(end.launcher_result["finished"])
-    if storage_failed(end.failed_saves, end.max_failed_saves) and not finished:
-        count, error = end.failed_saves
+    finished = bool(launcher_result["finished"])
+    if storage_failed(failed_saves, max_failed_saves) and not finished:
+        count, error = failed_saves
         cause = f"{count} saves in a row failed (checkpoint.max_failed_saves), the last one: {error}"
         return Failure(FailureKind.STORAGE_FAILED, cause)
-    if end.verdict is not None and not finished:
-        return end.verdict
-    if end.script_signalled and finished:
+    if verdict is not None and not finished:
+        return verdict
+    if script_signalled and finished:
         # The script handled the signal itself, which does not mean that training has finished.
         return Failure(FailureKind.PREEMPTED, "the script has ended in answer to SIGTERM")
-    if result.get("launcher_lost"):
+    if launcher_result.get("launcher_lost"):
         return Failure(FailureKind.LAUNCHER_LOST, "the launcher died")
     failure = classify(
-        list(end.rank_ends),
-        finished=finished,
-        started_step=end.start_step,
-        step=end.step,
-        kernel_oom_kills=end.kernel_oom_kills,
+        list(rank_ends), finished=finished, started_step=start_step, step=step, kernel_oom_kills=kernel_oom_kills
     )
-    if failure.kind is FailureKind.PREEMPTED and not end.stop_known and not end.asked:
+    if failure.kind is FailureKind.PREEMPTED and not stop_known and not asked:
         cause = "the script exited with status 75, which is reserved for stop requests, but no stop was requested"
-        return Failure(FailureKind.CRASHED, cause, step=end.step, fingerprint="status 75")
-    if failure.kind is FailureKind.LAUNCHER_LOST and result.get("error"):
-        error = result["error"]
+        return Failure(FailureKind.CRASHED, cause, step=step, fingerprint="status 75")
+    if failure.kind is FailureKind.LAUNCHER_LOST and launcher_result.get("error"):
+        error = launcher_result["error"]
         if kind_of_error(error) is FailureKind.STORAGE_FAILED:
             # It could not write its logs; ranks that meet a full disk end the run in the same way.
             return Failure(FailureKind.STORAGE_FAILED, error + FailureKind.STORAGE_FAILED.rule.advice)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from runner.errors import GpuFaulty
 from runner.system.event_loop import EventLoop, StopRequest
@@ -25,20 +25,7 @@ _WRONG = re.compile(r"computes? (a )?wrong|does not keep")
 _NOT_OF_GPUS = re.compile(r"(ImportError|ModuleNotFoundError|OSError|MemoryError)\b")
 
 
-class Process(Protocol):
-    """What is needed of a `subprocess.Popen`."""
-
-    def poll(self) -> int | None:
-        """Return the exit status; None while it runs."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-
-    def wait(self) -> int:
-        """Wait for the end."""
-
-
-def start_check(output: IO[bytes], errors: IO[bytes]) -> Process:
+def start_check(output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start `python -m runner.doctor.health`."""
     command = [sys.executable, "-m", "runner.doctor.health", str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True)
@@ -62,7 +49,7 @@ class HealthCheck:
         loop: EventLoop,
         stop: StopRequest,
         host: Host,
-        start: Callable[[IO[bytes], IO[bytes]], Process] | None = None,
+        start: Callable[[IO[bytes], IO[bytes]], subprocess.Popen[bytes]] | None = None,
     ) -> None:
         self._on_fault, self._loop, self._stop, self._host = on_fault, loop, stop, host
         self._start = start or start_check

@@ -1,4 +1,4 @@
-"""The checkpoint agent and the launcher as processes: how each is started, addressed and reaped."""
+"""The checkpoint agent and the launcher as processes: with which options they are started, addressed and reaped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
 from checkpointing.errors import AgentDelayed, AgentUnavailable, may_pass
 from checkpointing.host.heartbeat import ControlPage, Heartbeat
+from runner.config.schema import Config
 from runner.errors import LaunchDelayed, LaunchError
+from runner.journal.run_directory import RunDirectory
+from runner.launcher.launch_request import launcher_environment, modules_to_preload
+from runner.system import processes
 
 # Seconds for the agent's answer; it listens already.
 _HELLO_TIMEOUT_S = 60.0
@@ -25,28 +30,60 @@ _HELLO_TIMEOUT_S = 60.0
 _LAST_S = 1.0
 
 
-class AgentHelper:
-    """A checkpoint agent that this runner started and monitors.
+class HelperProcess:
+    """A process that this runner started, and the connection over which it takes requests and reports.
 
     Attributes:
-        process: The process.
-        sock: The connection over which it reports.
+        popen: The process.
+        sock: The connection.
+    """
+
+    popen: subprocess.Popen[bytes]
+    sock: socket.socket
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is running."""
+        return self.popen.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while the process is running."""
+        return self.popen.poll()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.popen.kill()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end of the process.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not ended.
+        """
+        self.popen.wait(timeout_s)
+
+    def send(self, message: Message) -> None:
+        """Send a request; if the process is dead, the event loop notices."""
+        with contextlib.suppress(OSError):
+            protocol.send(self.sock, message)
+
+
+class AgentHelper(HelperProcess):
+    """A checkpoint agent.
+
+    Attributes:
+        process: The agent's client, which also has its socket and its folder.
         control: Page of shared memory with the heartbeats of the ranks.
     """
 
-    def __init__(
-        self,
-        options: AgentOptions,
-        *,
-        directory: Path,
-        cancelled: Callable[[], bool],
-    ) -> None:
-        """Start an agent and connect to it.
-
-        Args:
-            options: What the agent is to do.
-            directory: A folder for its socket.
-            cancelled: Called while the agent starts; the start is given up once it returns True.
+    def __init__(self, options: AgentOptions, *, directory: Path, cancelled: Callable[[], bool]) -> None:
+        """Start an agent, with a socket in `directory`, and connect to it.
 
         Raises:
             LaunchError: The agent cannot start; the text says why.
@@ -54,6 +91,7 @@ class AgentHelper:
         """
         try:
             self.process = AgentProcess.start(options, directory=directory, cancelled=cancelled)
+            self.popen = self.process.process
             self.sock = protocol.connect(self.process.socket_path, _HELLO_TIMEOUT_S)
             protocol.send(self.sock, {"do": "hello", "role": "monitor"})
             _, fds = protocol.receive(self.sock)
@@ -69,42 +107,9 @@ class AgentHelper:
             raise (LaunchDelayed if is_delayed else LaunchError)(str(error)) from None
         self.control = ControlPage.attach(fds[0])
 
-    @property
-    def alive(self) -> bool:
-        """Whether the process is running."""
-        return self.process.process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self.process.process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status, negative for a signal; None while the process is running."""
-        return self.process.process.poll()
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.process.process.kill()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the end of the process.
-
-        Raises:
-            subprocess.TimeoutExpired: It has not ended.
-        """
-        self.process.process.wait(timeout_s)
-
     def request(self, do: str, **details: Any) -> None:
-        """Send a request; if the agent is dead, the event loop notices.
-
-        Args:
-            do: Name of the request.
-            details: Its fields.
-        """
-        with contextlib.suppress(OSError):
-            protocol.send(self.sock, {"do": do, **details})
+        """Send a request, with its fields."""
+        self.send({"do": do, **details})
 
     def last_messages(self) -> Iterator[Message]:
         """Yield what an agent that has ended had reported, and nobody has read."""
@@ -116,11 +121,7 @@ class AgentHelper:
                 yield protocol.receive(self.sock)[0]
 
     def heartbeats(self, num_ranks: int) -> list[Heartbeat]:
-        """Return the newest heartbeat of each rank of this node, in the order of their local ranks.
-
-        Args:
-            num_ranks: Ranks on this node.
-        """
+        """Return the newest heartbeat of each rank of this node, in the order of their local ranks."""
         return [self.control.read(slot) for slot in range(min(num_ranks, self.control.num_slots))]
 
     def close(self) -> None:
@@ -130,13 +131,8 @@ class AgentHelper:
         self.process.close(timeout_s=1.0 if self.alive else None)
 
 
-class LauncherHelper:
-    """The launcher: a process that has loaded torch and starts the ranks of one attempt after the other.
-
-    Attributes:
-        process: The process.
-        sock: The connection over which it takes requests and reports.
-    """
+class LauncherHelper(HelperProcess):
+    """The launcher: a process that has loaded torch and starts the ranks of one attempt after the other."""
 
     def __init__(self, environment: dict[str, str], log: Path, temporary: Path) -> None:
         """Start a launcher.
@@ -150,17 +146,10 @@ class LauncherHelper:
         # multiprocessing's tracker removes the semaphores of killed ranks, and would print a warning for each.
         warnings = [environment.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
         environment = {**environment, "PYTHONWARNINGS": ",".join(filter(None, warnings))}
+        arguments = [str(theirs.fileno()), str(log), str(temporary), str(os.getpid())]
         try:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "runner.launcher.launcher",
-                    str(theirs.fileno()),
-                    str(log),
-                    str(temporary),
-                    str(os.getpid()),
-                ],
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "runner.launcher.launcher", *arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=environment,
@@ -173,42 +162,55 @@ class LauncherHelper:
             raise (LaunchDelayed if may_pass(error) else LaunchError)(f"the launcher did not start: {error}") from None
         theirs.close()
 
-    @property
-    def alive(self) -> bool:
-        """Whether the process is running."""
-        return self.process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self.process.pid
-
-    @property
-    def returncode(self) -> int:
-        """Exit status of a process that has ended, negative for a signal."""
-        status = self.process.poll()
-        assert status is not None
-        return status
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.process.kill()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the end of the process.
-
-        Raises:
-            subprocess.TimeoutExpired: It has not ended.
-        """
-        self.process.wait(timeout_s)
-
-    def send(self, message: Message) -> None:
-        """Send a request; if the launcher is dead, the event loop notices."""
-        with contextlib.suppress(OSError):
-            protocol.send(self.sock, message)
-
     def close(self) -> None:
         """Kill and reap the process."""
         self.sock.close()
-        self.process.kill()
-        self.process.wait()
+        self.popen.kill()
+        self.popen.wait()
+
+
+class HelperStarter:
+    """Starts checkpoint agents and launchers as configured, each with a temporary folder of its own in `runtime`.
+
+    The agent commits if this node leads the run by then; ranks run `script`, or the bundled job.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        run_id: str,
+        runtime: Path,
+        leads: Callable[[], bool],
+        script: str | None = None,
+    ) -> None:
+        self._config, self._directory, self._run_id, self._runtime = config, directory, run_id, runtime
+        self._leads, self._script = leads, script
+
+    def start_agent(self, cancelled: Callable[[], bool]) -> AgentHelper:
+        """Start a checkpoint agent; the start is given up once `cancelled()`, which is called meanwhile."""
+        checkpoint = self._config.checkpoint
+        options = AgentOptions(
+            location=self._config.checkpoint_location,
+            run_id=self._run_id,
+            local_tier=checkpoint.local_tier,
+            local_retention=checkpoint.local_retention,
+            commits=self._leads(),
+            memory_limit=checkpoint.memory_limit_bytes,
+            # `runner start` has just tried it: what fails now may pass, as a disk that is remounted does.
+            patience_s=self._config.launch.rendezvous_timeout_s,
+        )
+        return AgentHelper(options, directory=self._folder(), cancelled=cancelled)
+
+    def start_launcher(self) -> LauncherHelper:
+        """Start a launcher."""
+        # Processes of a node are found by the identity of its own folder, also if the run's identity is the leader's.
+        mark = processes.mark(self._directory.run_id(), self._config.launch.node_rank)
+        environment = launcher_environment(self._config, mark, modules_to_preload(self._script), os.environ)
+        return LauncherHelper(environment, self._directory.logs / "launcher.log", self._folder())
+
+    def _folder(self) -> Path:
+        try:
+            return Path(tempfile.mkdtemp(dir=self._runtime))
+        except OSError as error:
+            raise LaunchDelayed(f"no folder for temporary files: {error}") from None

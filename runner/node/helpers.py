@@ -59,18 +59,9 @@ class Helpers:
     ) -> None:
         """Prepare; nothing is started.
 
-        Args:
-            start_agent: Starts a checkpoint agent; calls its argument while it waits, and gives up once that is true.
-            start_launcher: Starts a launcher.
-            on_agent: Called with each event of the agent.
-            on_attempt_over: Called when the agent has handled all messages of an attempt's ranks.
-            on_launcher: Called with each message of the launcher about an attempt.
-            check_gpus: Called when the launcher has found GPUs.
-            grace_s: Seconds from a stop request to the end of the ranks.
-            quiet_timeout_s: Seconds without an answer after which the agent is killed (120 at most).
-            loop: The event loop.
-            stop: Whether the run was asked to stop.
-            host: The operating system.
+        `start_agent` calls its argument while it waits, and gives up once that is true. `on_attempt_over` is called
+        when the agent has handled all messages of an attempt's ranks, `check_gpus` when the launcher has found GPUs.
+        An agent is killed after `quiet_timeout_s` without an answer (120 at most).
         """
         self._start_agent, self._start_launcher = start_agent, start_launcher
         self._handle_agent, self._handle_launcher = on_agent, on_launcher
@@ -104,6 +95,7 @@ class Helpers:
             self._loop.pump(_SOON_S)
             if not self.launcher.alive:
                 status = self.launcher.returncode
+                assert status is not None
                 if status < 0:
                     raise LaunchDelayed(f"the launcher was killed by signal {-status} while it loaded torch")
                 raise LaunchError(f"the launcher ended with status {status} while it loaded torch; its error is above")
@@ -152,7 +144,7 @@ class Helpers:
         self._pulse.restart(self._host.monotonic())
 
     def ping_agent(self, now: float) -> None:
-        """Ping the agent every 2 s, and kill it if it does not answer in time; `now` is monotonic seconds."""
+        """Ping the agent every 2 s, and kill it if it does not answer in time."""
         assert self.agent is not None
         if self._pulse.ping_due(now):
             self.agent.request("ping")
@@ -162,16 +154,10 @@ class Helpers:
                 self.agent.wait(KILL_TIMEOUT_S)
 
     def wait_for_agent(self, done: Callable[[], bool], on_timeout: Callable[[float], None]) -> bool:
-        """Wait until `done()`, or until the agent has exited.
+        """Wait until `done()`, or until the agent has exited; return whether it is done, or the status is 0.
 
-        An agent that makes no progress is killed after 10 minutes, or 5 s after the grace period of a stop request.
-
-        Args:
-            done: Whether the agent has done what it was asked for.
-            on_timeout: Called with the seconds waited once the agent was killed.
-
-        Returns:
-            Whether it is done, or the agent has exited with status 0.
+        An agent that makes no progress is killed after 10 minutes, or 5 s after the grace period of a stop request;
+        then `on_timeout` is called with the seconds waited.
         """
         assert self.agent is not None
         self.begin_turns()
@@ -200,13 +186,9 @@ class Helpers:
         return [process for process in self._host.descendants() if process.pid not in keep]
 
     def close(self, on_timeout: Callable[[float], None]) -> bool:
-        """End both processes, the agent once all snapshots are committed.
+        """End both processes, the agent once all snapshots are committed; return whether they are.
 
-        Args:
-            on_timeout: Called with the seconds waited if the agent had to be killed.
-
-        Returns:
-            Whether all snapshots are committed.
+        If the agent had to be killed, `on_timeout` is called with the seconds waited.
         """
         drained = True
         if self.launcher is not None:
@@ -300,12 +282,6 @@ class AgentPulse:
     """Keeps when an agent was pinged, when it answered, and when it made progress, in monotonic seconds."""
 
     def __init__(self, quiet_timeout_s: float, now: float) -> None:
-        """Begin to measure.
-
-        Args:
-            quiet_timeout_s: Seconds without an answer after which the agent is silent (120 at most).
-            now: Monotonic seconds.
-        """
         self._timeout_s = min(_PONG_TIMEOUT_S, quiet_timeout_s)
         self._pinged_at = self._answered_at = self._progressed_at = self._turned_at = now
 
@@ -314,14 +290,7 @@ class AgentPulse:
         self._turned_at = self._answered_at = now
 
     def turn(self, now: float) -> float:
-        """Begin a turn of the loop.
-
-        Args:
-            now: Monotonic seconds.
-
-        Returns:
-            Seconds for which this process was stopped since the last turn; they count against no other process.
-        """
+        """Begin a turn of the loop; return for how long this process was stopped, which counts against no other."""
         gap, self._turned_at = now - self._turned_at, now
         gap = gap if gap > _GAP_S else 0.0
         self._answered_at += gap

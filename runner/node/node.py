@@ -16,15 +16,14 @@ from checkpointing.host.threads import in_background
 from runner.config.schema import Config
 from runner.config.topology import check_promised_gpu, check_same_nnodes, shape_of
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
-from runner.journal.events import AgentEndedEarly, Record
+from runner.journal.events import AgentEndedEarly, ColdStart, Record
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.launcher.build_locks import BuildLocks
-from runner.launcher.launch_request import RankSetup, launch_request, preparation
-from runner.launcher.start_method import StartMethod
+from runner.launcher.launch_request import launch_request, preparation
 from runner.node.agent_events import AgentEvents
 from runner.node.attempt import Attempt
-from runner.node.helper_starter import HelperStarter
+from runner.node.helper_processes import HelperStarter
 from runner.node.helpers import Helpers
 from runner.ranks.watch import RankEvents
 from runner.recovery.failure import Failure
@@ -91,7 +90,8 @@ class Node:
         self._attempt: Attempt | None = None
         self._patience = 1.0
         self._build_locks = BuildLocks(os.environ, display.message)
-        self._start_method = StartMethod(cold=config.launch.cold, display=display, record=record)
+        # Whether ranks are fresh interpreters instead of forks of a preloaded one.
+        self._cold = config.launch.cold
         starter = starter or HelperStarter(config, directory, run_id, runtime, lambda: self.leads, job.script)
         self._helpers = Helpers(
             start_agent=starter.start_agent,
@@ -135,11 +135,11 @@ class Node:
     @property
     def is_warm(self) -> bool:
         """Whether ranks can start without delay, as far as that can be waited for."""
-        return self._helpers.is_warm or self._start_method.cold
+        return self._helpers.is_warm or self._cold
 
     def prepare(self) -> None:
         """Have the data of the bundled job prepared, if nothing is yet; `is_warm` says when that is over."""
-        if self._job.script is None and not self._start_method.cold and not is_sealed(self._directory.cache):
+        if self._job.script is None and not self._cold and not is_sealed(self._directory.cache):
             self._helpers.prepare(preparation(self._config, self._directory))
 
     @property
@@ -151,7 +151,7 @@ class Node:
     @property
     def busy(self) -> bool:
         """Whether a rank of this node is legitimately not computing steps."""
-        return self._attempt is not None and self._attempt.hangs.busy
+        return self._attempt is not None and self._attempt.hangs.watchdog.busy
 
     def note(self, text: str) -> bool:
         """Have the agent write the restart state next to the checkpoints; returns False if there is no agent."""
@@ -179,7 +179,7 @@ class Node:
             each_turn: Called about twice per second and after every event; may call `end_attempt`.
         """
         attempt = self._attempt = self._begin(spec)
-        attempt.hangs.be_patient(self._patience)
+        attempt.hangs.watchdog.patience = self._patience
         while attempt.result is None:
             self._loop.pump(_SOON_S if attempt.ending else _TURN_S)
             each_turn()
@@ -192,15 +192,10 @@ class Node:
         self._helpers.wait_for_agent(lambda: self._attempt_over, self._on_agent_timeout)
         result = attempt.conclude(self._clock.at)
         self._attempt, self._patience = None, attempt.hangs.next_patience
-        return replace(result, failure=self._start_method.revise(result.failure))
+        return replace(result, failure=self._choose_start_method(result.failure))
 
     def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:
-        """Kill the ranks of the running attempt, if there is one.
-
-        Args:
-            verdict: Why.
-            stacks: Whether to write their stacks before.
-        """
+        """Kill the ranks of the running attempt, if there is one, because of `verdict`; see `Attempt.end`."""
         if self._attempt is not None:
             self._attempt.end(verdict, stacks=stacks)
 
@@ -245,15 +240,6 @@ class Node:
         agent.request("begin_attempt", attempt=spec.attempt, fetch=fetch, commits=self.leads)
         self.has_state = True
         self._record(spec.started(launcher.pid, agent.pid))
-        setup = RankSetup(
-            nproc=nproc,
-            accelerators=self._helpers.accelerators or 0,
-            cold=self._start_method.cold,
-            agent_socket=agent.process.socket_path,
-            event_socket=self._events.path,
-            log_dir=str(log_dir),
-            committed_step=self.checkpoints.committed_step,
-        )
         launcher.send(
             launch_request(
                 spec,
@@ -261,11 +247,32 @@ class Node:
                 directory=self._directory,
                 job=self._job,
                 run_id=self.run_id,
-                setup=setup,
+                nproc=nproc,
+                accelerators=self._helpers.accelerators or 0,
+                cold=self._cold,
+                agent_socket=agent.process.socket_path,
+                event_socket=self._events.path,
+                log_dir=log_dir,
+                committed_step=self.checkpoints.committed_step,
                 inherited=os.environ,
             )
         )
         return attempt
+
+    def _choose_start_method(self, failure: Failure) -> Failure:
+        """Change to fresh interpreters if forks cannot use the GPU; return the failure, revised."""
+        if self._cold:
+            # Forking is not the cause, and another attempt would not help.
+            return replace(failure, may_pass=failure.may_pass and not failure.in_fork, in_fork=False)
+        if failure.in_fork:
+            self._cold = True
+            self._record(ColdStart(reason=failure.cause))
+            self._display.message(
+                "a module that is imported before the ranks are forked has initialized the GPU driver, which forks "
+                "cannot use then; from now on ranks start as fresh interpreters, which takes some seconds more (--cold "
+                "does so from the beginning)"
+            )
+        return failure
 
     # -- what helpers and ranks report -------------------------------------------------------------------------------
 
@@ -280,7 +287,7 @@ class Node:
         for message in self._events.receive():
             # Unread messages of ranks of an earlier attempt are dropped.
             if self._attempt is not None and message.in_attempt == self._attempt.spec.attempt:
-                self._attempt.reports.handle(message)
+                self._attempt.on_rank(message)
 
     def _on_agent_timeout(self, waited_s: float) -> None:
         self._record(AgentEndedEarly(waited_s=round(waited_s, 1)))

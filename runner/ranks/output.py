@@ -41,11 +41,9 @@ class _Queue:
         self._thread: threading.Thread | None = None
 
     def put(self, write: Callable[[bytes], int], data: bytes) -> None:
-        """Have data written, unless too much waits; `changed` is held.
+        """Have data written by `write`, which returns how many bytes it took, unless too much waits.
 
-        Args:
-            write: Returns how many bytes it has written.
-            data: What to write.
+        `changed` is held.
         """
         if self.nbytes + len(data) > _MOST_WAITING_BYTES:
             return
@@ -84,14 +82,7 @@ class _Lossy(io.RawIOBase):
     """A file descriptor that ends or delays nothing: errors are ignored, and a thread writes what has to wait.
 
     A terminal may be stopped (Ctrl-S, a session that hangs), a pipe may have no reader. Beyond a megabyte the rest of
-    what such a one is given is lost.
-
-    Args:
-        fd: The descriptor.
-        queue: Of its terminal, which several descriptors may share; lines then keep their order.
-
-    Attributes:
-        queue: The same.
+    what such a one is given is lost. Descriptors of one terminal share its queue: lines then keep their order.
     """
 
     def __init__(self, fd: int, queue: _Queue) -> None:
@@ -188,11 +179,7 @@ class OutputRelay:
     """
 
     def __init__(self, write: Callable[[int, bytes], None]) -> None:
-        """Start the thread.
-
-        Args:
-            write: Called with 1 (standard output) or 2 (standard error), and what a rank has written there.
-        """
+        """Start the thread; `write` is called with 1 (standard output) or 2, and what a rank has written there."""
         self._write = write
         self._lock = threading.Lock()
         # File descriptors of the logs, and the stream that each goes to.
@@ -202,11 +189,7 @@ class OutputRelay:
         self._thread.start()
 
     def follow(self, folder: Path) -> None:
-        """Begin to copy the logs of a rank.
-
-        Args:
-            folder: The rank's folder.
-        """
+        """Begin to copy the logs of a rank, which are in its folder."""
         for stream, name in ((1, STDOUT_NAME), (2, STDERR_NAME)):
             with contextlib.suppress(OSError), self._lock:
                 self._logs.append((os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC), stream))

@@ -9,18 +9,91 @@ import signal
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
-from runner.ranks import messages as rank_messages
-from runner.ranks.messages import RankMessage, Started
 from runner.ranks.output import STDERR_NAME
 from runner.recovery.classify import RankEnd, read_error_file, read_last_words
 from runner.recovery.failure import is_effect
 
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
+_Text = Annotated[str, Field(max_length=100_000)]
+# It is given to the system, which takes no NUL.
+_PathText = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=4096)]
+
+
+class _Message(BaseModel):
+    """A message of a rank; what ranks of an earlier attempt have left unread is dropped, by `in_attempt`."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+    in_attempt: _Count
+
+
+class Started(_Message):
+    """A rank is running; to `error_file`, unless empty, torchrun's error handler writes its exception."""
+
+    event: Literal["rank_started"]
+    rank: _Count
+    local_rank: _Count
+    # The largest that Linux allows (proc(5), pid_max).
+    pid: Annotated[int, Field(ge=1, le=2**22)]
+    error_file: _PathText
+
+
+class Done(_Message):
+    """A rank has finished and will exit with status 0."""
+
+    event: Literal["rank_done"]
+    rank: _Count
+
+
+class PreemptedRank(_Message):
+    """A rank will exit because of a stop request, with everything saved."""
+
+    event: Literal["rank_preempted"]
+    rank: _Count
+
+
+class Failed(_Message):
+    """A rank's script raised an exception.
+
+    Attributes:
+        frame: The script's innermost frame; None if the script has none in the traceback.
+        transient: Whether the next attempt may not meet it.
+    """
+
+    event: Literal["rank_failed"]
+    rank: _Count
+    error: _Text
+    frame: _Text | None
+    transient: bool
+
+
+class StopSignal(_Message):
+    """A rank received a stop signal of its own."""
+
+    event: Literal["stop_signal"]
+    rank: _Count
+
+
+class BestModelWritten(_Message):
+    """The bundled job wrote its best model, with the weights of this step."""
+
+    event: Literal["best_model"]
+    step: _Count
+
+
+RankMessage = Started | Done | PreemptedRank | Failed | StopSignal | BestModelWritten
+_ANY_MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(discriminator="event")])
+
 
 class RankEvents:
     """A datagram socket on which the ranks report.
+
+    Any process of the same user can write to it, so each datagram is validated; others are dropped.
 
     Attributes:
         path: Path of the socket.
@@ -28,11 +101,6 @@ class RankEvents:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open the socket.
-
-        Args:
-            directory: Folder for the socket.
-        """
         self.path = str(directory / "events.sock")
         # A follower whose leader was replaced opens another one in the same folder.
         Path(self.path).unlink(missing_ok=True)
@@ -41,13 +109,13 @@ class RankEvents:
         self.sock.setblocking(False)
 
     def receive(self) -> list[RankMessage]:
-        """Return the messages that have arrived; other data is dropped, as any process of the user can write here."""
+        """Return the messages that have arrived."""
         messages = []
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = self.sock.recv(protocol.MAX_MESSAGE_BYTES)
                 with contextlib.suppress(ValueError):
-                    messages.append(rank_messages.read(data))
+                    messages.append(_ANY_MESSAGE.validate_json(data))
         return messages
 
     def close(self) -> None:
@@ -82,14 +150,7 @@ class RankWatch:
     error_files: dict[int, str] = field(default_factory=dict)
 
     def started(self, message: Started) -> int | None:
-        """Begin to watch a rank.
-
-        Args:
-            message: The rank's message.
-
-        Returns:
-            Its pidfd; None if it has died already.
-        """
+        """Begin to watch a rank; return its pidfd, or None if it has died already."""
         rank, pid = message.rank, message.pid
         self.pids[rank] = pid
         self.local_ranks[rank] = message.local_rank
@@ -106,11 +167,7 @@ class RankWatch:
         return pidfd
 
     def died(self, pidfd: int) -> None:
-        """Record the death of a rank.
-
-        Args:
-            pidfd: Its pidfd, which is closed.
-        """
+        """Record the death of a rank, and close its pidfd."""
         self.deaths.append(self.pidfds.pop(pidfd))
         os.close(pidfd)
 
@@ -132,11 +189,7 @@ class RankWatch:
         return False
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to all running ranks; a pidfd cannot hit a process that reuses a pid.
-
-        Args:
-            number: The signal.
-        """
+        """Send a signal to all running ranks; a pidfd cannot hit a process that reuses a pid."""
         for pidfd in self.pidfds:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(pidfd, number)
@@ -166,11 +219,7 @@ class RankWatch:
         return ends
 
     def log(self, rank: int | None) -> Path | None:
-        """Return the file with a rank's standard error; None if there is none.
-
-        Args:
-            rank: Global rank; None if no rank failed.
-        """
+        """Return the file with a rank's standard error; None if there is none."""
         file = self.error_files.get(rank) if rank is not None else None
         return Path(file).with_name(STDERR_NAME) if file else None
 

@@ -47,11 +47,7 @@ class HangLimits:
 
     @classmethod
     def of(cls, restart: RestartConfig) -> HangLimits:
-        """Return the limits of a configuration.
-
-        Args:
-            restart: The `restart` section.
-        """
+        """Return the limits of a configuration."""
         return cls(restart.hang_timeout_s, restart.first_step_timeout_s, restart.quiet_timeout_s)
 
 
@@ -86,13 +82,7 @@ class Watchdog:
     """
 
     def __init__(self, limits: HangLimits, *, watch_start: bool, now: float) -> None:
-        """Begin to watch.
-
-        Args:
-            limits: Seconds without a heartbeat.
-            watch_start: Whether every rank must send heartbeats; a user's script need not.
-            now: Monotonic seconds.
-        """
+        """Begin to watch; with `watch_start`, every rank must send heartbeats, which a user's script need not."""
         self._limits = limits
         self._watch_start = watch_start
         self._least_s = min(limits.hang_s or _STEP_MARGIN_S, limits.first_step_s, limits.quiet_s)
@@ -111,9 +101,6 @@ class Watchdog:
             now: Monotonic seconds.
             others_busy: Whether a rank of another node is legitimately not computing steps; ranks here may be waiting
                 for it.
-
-        Returns:
-            The ranks; None if none hangs.
         """
         self._keep_time(beats, now)
         for slot, beat in enumerate(beats):
@@ -205,28 +192,19 @@ class Watchdog:
 class StoppedProcesses:
     """Finds processes that were stopped (SIGSTOP), which make no progress whatever they were doing."""
 
-    def __init__(self, patience_s: float = _STOPPED_S) -> None:
-        """Begin to watch.
-
-        Args:
-            patience_s: Seconds for which a process may be stopped.
-        """
-        self._patience_s = patience_s
+    def __init__(self) -> None:
         self._since: dict[int, float] = {}
         self._looked = 0.0
 
     def look(self, states: Mapping[int, str], now: float) -> list[int]:
-        """Find processes that have been stopped for too long; called about once a second.
+        """Return which processes have been stopped for too long, in order; called about once a second.
 
         Args:
             states: State of each running process, as in ps(1), by a number of the caller's.
             now: Monotonic seconds.
-
-        Returns:
-            The numbers of the processes, in order.
         """
         if now - self._looked > _LOOK_GAP_S:
             self._since.clear()
         self._looked = now
         self._since = {rank: self._since.get(rank, now) for rank, state in states.items() if state == "T"}
-        return sorted(rank for rank, since in self._since.items() if now - since > self._patience_s)
+        return sorted(rank for rank, since in self._since.items() if now - since > _STOPPED_S)

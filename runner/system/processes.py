@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 RUN_ID_ENV = "RUNNER_RUN_ID"
-# Modules that the fork server loads before it forks ranks, separated by spaces; see `runner.launcher.script_imports`.
+# Modules that the fork server loads before it forks ranks, separated by spaces; see `runner.launcher.launch_request`.
 PRELOAD_ENV = "RUNNER_PRELOAD"
 # The signals by which a user, a scheduler or a kubelet asks the run to stop.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

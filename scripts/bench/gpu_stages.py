@@ -30,7 +30,7 @@ from checkpointing import CheckpointManager
 from checkpointing.host.shared_memory import populate_pages
 from checkpointing.process import device as devices
 from checkpointing.snapshot import copy_thread
-from runner.launcher.script_imports import EVERYTHING
+from runner.launcher.launch_request import EVERYTHING
 from runner.system.processes import PRELOAD_ENV
 
 Figures = dict[str, Any]

@@ -16,7 +16,7 @@ from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.node.agent_events import AgentEvents
 from runner.peers.messages import PeerMessage
-from runner.ranks.watch import RankWatch
+from runner.ranks.watch import RankWatch, Started
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.session.session import Session
@@ -119,6 +119,8 @@ class FakeHelper:
 class FakeRanks(RankWatch):
     """Ranks that live until the test has them die; `held` ones survive SIGKILL."""
 
+    DEAD_PID = 99
+
     def __init__(self) -> None:
         super().__init__()
         self.signals: list[signal.Signals] = []
@@ -129,8 +131,15 @@ class FakeRanks(RankWatch):
             self.pids[rank], self.local_ranks[rank], self.pidfds[10 + rank] = 100 + rank, rank, 10 + rank
             self.pidfds[10 + rank] = rank
 
+    def started(self, message: Started) -> int | None:
+        self.start(message.rank)
+        return 10 + message.rank if message.pid != self.DEAD_PID else None
+
+    def died(self, pidfd: int) -> None:
+        self.deaths.append(self.pidfds.pop(pidfd))
+
     def end(self, rank: int) -> None:
-        self.deaths.append(self.pidfds.pop(10 + rank))
+        self.died(10 + rank)
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         self.signals.append(number)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from integration.support import Run
 
-from runner.launcher.script_imports import EVERYTHING
+from runner.launcher.launch_request import EVERYTHING
 from runner.system.processes import PRELOAD_ENV
 
 # What libraries that are optional to transformers and TRL may bring, as far as an import shows.

@@ -1,4 +1,4 @@
-"""What the launcher is asked to start."""
+"""What the launcher loads, and what it is asked to start."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ import pytest
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from runner.config.schema import Config
 from runner.journal.attempts import AttemptSpec, Job
-from runner.launcher.launch_request import RankSetup, launch_request, launcher_environment
+from runner.launcher.launch_request import (
+    _OF_LOOP,
+    _OF_TRAINER,
+    EVERYTHING,
+    launch_request,
+    launcher_environment,
+    modules_to_preload,
+)
 from runner.peers.messages import Begin, read_by_member
+
+ROOT = Path(__file__).parents[4]
 
 
 def launched(
@@ -20,9 +29,20 @@ def launched(
 ) -> dict[str, Any]:
     """What ranks are started with."""
     directory: Any = SimpleNamespace(logs=Path("logs"), config=Path("config"), cache=Path("cache"))
-    setup = RankSetup(2, 0, False, "agent", "events", "logs/attempt-1", committed_step)
     request = launch_request(
-        spec, config=config or Config(), directory=directory, job=job, run_id="run", setup=setup, inherited=environment
+        spec,
+        config=config or Config(),
+        directory=directory,
+        job=job,
+        run_id="run",
+        nproc=2,
+        accelerators=0,
+        cold=False,
+        agent_socket="agent",
+        event_socket="events",
+        log_dir=Path("logs/attempt-1"),
+        committed_step=committed_step,
+        inherited=environment,
     )
     ranks: dict[str, Any] = request["spec"]
     return ranks
@@ -95,3 +115,84 @@ def test_the_launcher_inherits_the_environment_but_for_torchruns_own_variables()
     assert "OMP_NUM_THREADS" not in launcher_environment(alone, "run/0", (), {})
     exact = Config.model_validate({"launch": {"nproc_per_node": 1}, "elastic": {"mode": "exact"}})
     assert launcher_environment(exact, "run/0", (), {})["OMP_NUM_THREADS"] == "1"
+
+
+def choice(folder: Path, text: str, **others: str) -> tuple[str, ...]:
+    for name, content in {"train": text, **others}.items():
+        path = folder / f"{name.replace('__in__', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    return modules_to_preload(str(folder / "train.py"))
+
+
+def test_the_bundled_job_needs_everything() -> None:
+    assert modules_to_preload(None) == EVERYTHING
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch, os.path\nfrom checkpointing import CheckpointManager",
+        "from torch.utils.data import DataLoader\nimport numpy as np",
+        "print('transformers')  # a word is no import",
+        "",
+    ],
+)
+def test_a_bare_loop_waits_for_nothing_else(text: str, tmp_path: Path) -> None:
+    assert choice(tmp_path, text) == _OF_LOOP
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from transformers import Trainer",
+        "import accelerate",
+        "from checkpointing.transformers import resilient",
+        "from checkpointing import transformers",
+        "def main():\n    import datasets",
+        "try:\n    import transformers\nexcept ImportError:\n    pass",
+    ],
+)
+def test_a_trainers_script_does_not_wait_for_trl(text: str, tmp_path: Path) -> None:
+    assert choice(tmp_path, text) == _OF_TRAINER
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from trl import SFTTrainer",
+        # Whatever another package may import.
+        "import axolotl",
+        "import torch, mylib.train",
+        "import importlib\nimportlib.import_module('trl')",
+        "__import__('trl')",
+        "exec('import trl')",
+        "from . import helper",
+        "def f(:",
+    ],
+)
+def test_a_doubt_loads_everything(text: str, tmp_path: Path) -> None:
+    assert choice(tmp_path, text) == EVERYTHING
+
+
+def test_files_in_the_scripts_folder_are_read_too(tmp_path: Path) -> None:
+    helper = "from helper import build\nimport package.part"
+    assert (
+        choice(tmp_path, helper, helper="import torch", package__in____init__="", package__in__part="import os")
+        == _OF_LOOP
+    )
+    assert choice(tmp_path, helper, helper="import torch", package__in__part="import trl") == EVERYTHING
+    assert choice(tmp_path, helper, helper="import transformers", package__in__part="") == _OF_TRAINER
+    assert choice(tmp_path, helper, helper="import train", package__in__part="") == _OF_LOOP, "a circle"
+    assert choice(tmp_path, helper, helper="def f(:", package__in__part="") == EVERYTHING
+
+
+def test_a_script_that_cannot_be_read_is_no_error_here(tmp_path: Path) -> None:
+    assert modules_to_preload(str(tmp_path / "none.py")) == EVERYTHING
+    (tmp_path / "latin.py").write_bytes(b"name = '\xff'")
+    assert modules_to_preload(str(tmp_path / "latin.py")) == EVERYTHING
+
+
+def test_the_examples_start_fast() -> None:
+    assert modules_to_preload(str(ROOT / "docs" / "examples" / "loop.py")) == _OF_LOOP
+    assert modules_to_preload(str(ROOT / "docs" / "examples" / "hf_trainer.py")) == _OF_TRAINER

@@ -22,10 +22,11 @@ from checkpointing.agent.events import (
 from checkpointing.host.heartbeat import Phase
 from runner.config.schema import Config
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
+from runner.journal.events import BestModel, RankStarted
 from runner.node.agent_events import AgentEvents
 from runner.node.attempt import Attempt
 from runner.node.helpers import Helpers
-from runner.ranks.messages import StopSignal
+from runner.ranks.watch import BestModelWritten, Done, Failed, PreemptedRank, RankMessage, Started, StopSignal
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.system.event_loop import StopRequest
@@ -60,6 +61,8 @@ class Bench:
         )
         self.helpers.agent, self.helpers.launcher = self.agent, self.launcher  # type: ignore[assignment]
         self.ranks = FakeRanks()
+        # What ranks have sent and nobody has read.
+        self.unread: list[RankMessage] = []
         ranks: Any = self.ranks
         self.attempt = Attempt(
             AttemptSpec(1, 1),
@@ -72,13 +75,23 @@ class Bench:
             display=display,
             record=self.record,
             clock=lambda: 5000.0 + self.host.now,
-            read_rank_messages=lambda: None,
+            read_rank_messages=self.read,
             ranks=ranks,
             **shared,
         )
 
     def record(self, event: Event) -> None:
         self.events.append(event)
+
+    def read(self) -> None:
+        while self.unread:
+            self.attempt.on_rank(self.unread.pop(0))
+
+    def start(self, rank: int, pid: int = 10) -> None:
+        """A rank says that it is running."""
+        self.attempt.on_rank(
+            Started(event="rank_started", in_attempt=1, rank=rank, local_rank=rank, pid=pid, error_file="/l/0/e.json")
+        )
 
     def train(self, step: int = 5) -> None:
         """Two ranks in mid-training."""
@@ -195,7 +208,7 @@ def test_a_commit_that_takes_longer_than_the_grace_is_pointed_out() -> None:
 def test_a_signal_to_a_rank_is_a_stop_request() -> None:
     bench = Bench()
     bench.train()
-    bench.attempt.reports.handle(StopSignal(event="stop_signal", in_attempt=1, rank=1))
+    bench.attempt.on_rank(StopSignal(event="stop_signal", in_attempt=1, rank=1))
     bench.turn()
     assert bench.stop.reason == "a signal to rank 1"
 
@@ -204,7 +217,7 @@ def test_the_signals_with_which_torchrun_ends_the_others_are_none() -> None:
     bench = Bench()
     bench.train()
     bench.ranks.end(0)
-    bench.attempt.reports.handle(StopSignal(event="stop_signal", in_attempt=1, rank=1))
+    bench.attempt.on_rank(StopSignal(event="stop_signal", in_attempt=1, rank=1))
     bench.turn()
     assert not bench.stop
 
@@ -341,3 +354,56 @@ def test_a_pause_is_a_stop_at_an_agreed_step_without_a_stop_request(trains: bool
     assert bench.agent.requests.count("request_stop") == 1 and not bench.stop
     # Before the first step there is nothing to save.
     assert bench.attempt.ending is not trains
+
+
+class Relay:
+    """Shows nothing."""
+
+    def __init__(self, write: Callable[[int, bytes], None]) -> None:
+        self.followed: list[Path] = []
+        self.finished = False
+
+    def follow(self, folder: Path) -> None:
+        self.followed.append(folder)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_a_rank_that_starts_is_watched_and_its_output_followed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.node.attempt.OutputRelay", Relay)
+    monkeypatch.setattr(FakeDisplay, "pass_on", None, raising=False)
+    bench = Bench(job=Job(show_output=True))
+    bench.start(0)
+    bench.start(1, pid=FakeRanks.DEAD_PID)
+    relay: Any = bench.attempt._relay
+    assert bench.events == [RankStarted(rank=0, pid=10), RankStarted(rank=1, pid=FakeRanks.DEAD_PID)]
+    assert relay.followed == [Path("/l/0")] * 2
+    assert list(bench.loop.registered) == [10], "a rank that has died already has no descriptor"
+    assert not relay.finished
+    bench.ranks.held |= {0, 1}
+    bench.attempt.close()
+    assert relay.finished and not bench.loop.registered and not bench.ranks.pidfds
+
+
+def test_what_ranks_report() -> None:
+    bench = Bench()
+    for message in (
+        Done(event="rank_done", in_attempt=1, rank=0),
+        PreemptedRank(event="rank_preempted", in_attempt=1, rank=1),
+        Failed(event="rank_failed", in_attempt=1, rank=2, error="E: x", frame="f:1", transient=True),
+        StopSignal(event="stop_signal", in_attempt=1, rank=3),
+        BestModelWritten(event="best_model", in_attempt=1, step=40),
+    ):
+        bench.attempt.on_rank(message)
+    ranks = bench.ranks
+    assert (ranks.done, ranks.preempted, ranks.errors) == ({0}, {1}, {2: ("E: x", "f:1", True)})
+    assert bench.attempt.graceful.signalled == {3} and bench.events == [BestModel(step=40)]
+
+
+def test_what_a_rank_sent_before_its_death_is_read_first() -> None:
+    bench = Bench()
+    bench.start(0)
+    bench.unread.append(Done(event="rank_done", in_attempt=1, rank=0))
+    bench.loop.registered[10](10)
+    assert bench.ranks.deaths == [0] and bench.ranks.failures == [] and not bench.loop.registered

@@ -17,7 +17,7 @@ from checkpointing.host.heartbeat import Phase
 from runner.config.schema import Config
 from runner.errors import GpuMissing, UsageError
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
-from runner.journal.events import AgentEndedEarly, AttemptStarted
+from runner.journal.events import AgentEndedEarly, AttemptStarted, ColdStart
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.node.node import Node
@@ -174,6 +174,13 @@ def test_forks_that_cannot_use_the_gpu_are_followed_by_fresh_interpreters(tmp_pa
     assert bench.run(bench.reported(failed)).failure.may_pass
     bench.run(bench.reported(FINISHED), spec=AttemptSpec(2, 1))
     assert [request["cold"] for request in bench.launcher.sent] == [False, True]
+    (cold,) = [event for event in bench.recorded if isinstance(event, ColdStart)]
+    assert "Cannot re-initialize CUDA" in cold.reason
+    assert any("from now on ranks start as fresh interpreters" in text for text in bench.display.texts)
+    # The same error without forks is not retried, and not reported again.
+    again = bench.run(bench.reported(failed), spec=AttemptSpec(3, 1)).failure
+    assert (again.may_pass, again.in_fork) == (False, False)
+    assert [event.name for event in bench.recorded].count(cold.name) == 1
 
 
 def test_a_rank_of_an_earlier_attempt_changes_nothing(tmp_path: Path) -> None:

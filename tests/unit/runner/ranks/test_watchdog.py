@@ -213,13 +213,13 @@ def test_whoever_was_stopped_himself_blames_nobody() -> None:
 
 
 def test_a_stopped_process_is_found_whatever_it_was_doing() -> None:
-    stopped = StoppedProcesses(patience_s=5.0)
-    for second in range(6):
+    stopped = StoppedProcesses()
+    for second in range(4):
         assert stopped.look({0: "S", 1: "T"}, 100.0 + second) == []
-    assert stopped.look({0: "S", 1: "T"}, 106.0) == [1]
+    assert stopped.look({0: "S", 1: "T"}, 104.0) == [1]
     # It was let go, and stopped again.
-    assert stopped.look({0: "S", 1: "R"}, 107.0) == []
-    assert stopped.look({0: "S", 1: "T"}, 108.0) == []
+    assert stopped.look({0: "S", 1: "R"}, 105.0) == []
+    assert stopped.look({0: "S", 1: "T"}, 106.0) == []
     # The watching process was stopped, too.
     assert stopped.look({0: "T", 1: "T"}, 200.0) == []
     # A debugger is at work.

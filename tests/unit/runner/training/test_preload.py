@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.launcher.script_imports import EVERYTHING
+from runner.launcher.launch_request import EVERYTHING
 from runner.system.processes import PRELOAD_ENV
 
 
