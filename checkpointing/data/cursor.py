@@ -5,7 +5,7 @@ on when the epoch began: the host's generators, the samplers' own generators, an
 restores those, has the sampler produce its indices again (no sample is loaded for them), compares a digest of them
 with the recorded one, and continues behind the last batch that was used.
 
-What a data set or a collate function draws while it makes a batch depends on the batch's number, see `batch_seed`.
+What a data set or a collate function draws while it makes a batch depends on the batch's number, see `generators`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from checkpointing.data.batch_seed import batch_seed
-from checkpointing.data.dealing import Dealing, DealtBatchSampler
-from checkpointing.data.iteration import ReplayedSampler, ReplayedStream, ResumedLoader
-from checkpointing.data.order import OrderDigest, check_order
-from checkpointing.data.position import EpochStart, Position
-from checkpointing.data.recut import RecutBatchSampler, recut_position
-from checkpointing.data.sampler_state import SamplerState
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import Dealing, DealtBatchSampler, RecutBatchSampler, StepLayout
+from checkpointing.data.generators import batch_seed
+from checkpointing.data.iteration import ReplayedSampler, ReplayedStream, ResumedLoader, SamplerState
+from checkpointing.data.position import EpochStart, OrderDigest, Position, check_order
 from checkpointing.errors import CheckpointError
 from checkpointing.process import rng
 
@@ -202,7 +198,7 @@ class LoaderCursor:
         """
         position = Position.from_state(state)
         if steps_per_epoch is not None:
-            position = recut_position(position, self.layout, steps_per_epoch)
+            position = position.recut(self.layout, steps_per_epoch)
         self.interleaves = position.interleaves
         self._seed = position.seed if position.seed is not None else self._seed
         if position.over:

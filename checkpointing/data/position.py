@@ -1,13 +1,31 @@
-"""The record of a position in a loader's order, as a checkpoint holds it."""
+"""What a checkpoint records of the data: the position, and digests of the order and of the data set."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import hashlib
+import logging
+import math
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import IterableDataset, TensorDataset
+
+from checkpointing.data.dealing import StepLayout
 from checkpointing.data.generators import with_arrays, without_arrays
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.errors import CheckpointError
+from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings
+
+logger = logging.getLogger("checkpointing")
+
+# No loader draws further ahead of training. Where nothing is saved, digests must not pile up.
+_MAX_DIGESTS = 4096
+# Rows that the fingerprint covers, spread evenly over the data set.
+_NUM_ROWS = 16
+_SIMPLE = (int, float, str, bool, bytes, type(None))
 
 
 @dataclass(frozen=True)
@@ -118,8 +136,137 @@ class Position:
             stream=with_arrays(state.get("stream")),
         )
 
+    def recut(self, now: StepLayout, steps_per_epoch: int) -> Position:
+        """Return the position in the micro-batches of another layout.
+
+        Raises:
+            ValueError: The position does not say how steps were divided.
+        """
+        if self.layout is None:
+            raise ValueError("the position does not say how steps were divided")
+        if self.layout == now:
+            return self
+        # An epoch's last step may be shorter.
+        steps = math.ceil(self.consumed / self.layout.accumulation)
+        return replace(self, consumed=min(steps, steps_per_epoch) * now.accumulation, order=None)
+
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"a {type(value).__name__} is not a mapping")
     return value
+
+
+class OrderDigest:
+    """Digests of the indices drawn so far, one after each batch: loaders draw ahead of training."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._by_count: dict[int, str] = {}
+
+    def reset(self) -> None:
+        """Begin another epoch."""
+        self._digest.reset()
+        self._by_count.clear()
+
+    def add(self, number: int, index: Any) -> None:
+        """Add the index of batch `number`, counted from 0."""
+        self._digest.update(_index_bytes(index))
+        self._by_count[number + 1] = self._digest.hexdigest()
+        if len(self._by_count) > _MAX_DIGESTS:
+            for old in sorted(self._by_count)[: _MAX_DIGESTS // 2]:
+                del self._by_count[old]
+
+    @property
+    def newest(self) -> str:
+        """Digest of everything that was added."""
+        return str(self._digest.hexdigest())
+
+    def after(self, count: int) -> str | None:
+        """Return the digest of the first `count` batches, None if unknown; forget those of fewer batches."""
+        for number in [number for number in self._by_count if number < count]:
+            del self._by_count[number]
+        return self._by_count.get(count)
+
+
+def check_order(recorded: Position, digest: str, name: str, other_ranks: tuple[int, int] | None = None) -> None:
+    """Compare the digest of a replayed order with the recorded one.
+
+    Args:
+        recorded: The position that the order was replayed up to.
+        digest: Of the replayed batches.
+        name: Of what gives the order, for messages.
+        other_ranks: Numbers of ranks then and now, where they differ.
+
+    Raises:
+        CheckpointError: The batches are others than those that training has used.
+    """
+    if recorded.order in (None, digest):
+        return
+    if rank_settings().allow_changes:
+        logger.warning("%s gives other samples than before the change", name)
+        return
+    if other_ranks is not None:
+        then, now = other_ranks
+        raise CheckpointError(
+            f"{name} gives other samples than before: it divides them by the number of ranks, which was {then} and is "
+            f"{now}. Start {then} ranks, or train in another output_dir"
+        )
+    raise CheckpointError(
+        f"{name} gives other samples than before: the first {recorded.consumed} batches of epoch {recorded.epoch} "
+        "differ from those that the checkpoint recorded. The data set, the seed or the sampler has changed, or its "
+        "order depends on something that no checkpoint holds. Use what wrote the checkpoint, another output_dir, or, "
+        f"after a change of the same job, --allow-changes ({ALLOW_CHANGES_ENV}=1)"
+    )
+
+
+def _index_bytes(index: Any) -> bytes:
+    if isinstance(index, list) and all(type(one) is int for one in index):
+        return np.array(index, dtype=np.int64).tobytes()
+    return repr(index).encode()
+
+
+def fingerprint(dataset: Any) -> str | None:
+    """Return a digest of some of a data set's rows, as they are stored.
+
+    A transform that is applied when a row is read is left out, since it may draw at random.
+
+    Returns:
+        The number of rows and a digest; None where reading rows could have side effects or be expensive.
+    """
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not len(dataset):
+        return None
+    if isinstance(dataset, Mapping):
+        parts = {name: fingerprint(part) for name, part in dataset.items()}
+        return None if None in parts.values() else repr(parts)
+    if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
+        dataset = dataset.with_format("arrow")
+    elif not isinstance(dataset, (list, tuple, TensorDataset)):
+        return None
+    length, digest = len(dataset), hashlib.blake2b(digest_size=16)
+    for index in sorted({round(n * (length - 1) / (_NUM_ROWS - 1)) for n in range(_NUM_ROWS)}):
+        row = dataset[index]
+        _update(digest, row.to_pylist() if hasattr(row, "to_pylist") else row)
+    return f"{length}:{digest.hexdigest()}"
+
+
+def _update(digest: Any, value: Any) -> None:
+    """Add a value to the digest; values of unknown types count by their type alone."""
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        value = value.detach().cpu().contiguous()
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+    elif isinstance(value, np.ndarray):
+        digest.update(f"{value.dtype.str}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        for name in value:
+            digest.update(str(name).encode())
+            _update(digest, value[name])
+    elif isinstance(value, (list, tuple)):
+        digest.update(b"[%d]" % len(value))
+        for one in value:
+            _update(digest, one)
+    elif isinstance(value, _SIMPLE):
+        digest.update(repr(value).encode())
+    else:
+        digest.update(type(value).__name__.encode())

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointing.data.batch_seed import batch_seed, drawing_by
 from checkpointing.data.dealing import Dealing
+from checkpointing.data.generators import batch_seed, drawing_by
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.exchange import Exchange
 from checkpointing.exact.partial_sums import PartialSums

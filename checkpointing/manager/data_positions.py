@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from checkpointing.data.cursor import LoaderCursor, state_name
-from checkpointing.data.dealing import Dealing
+from checkpointing.data.dealing import Dealing, StepLayout
 from checkpointing.data.position import Position
-from checkpointing.data.step_layout import StepLayout
 from checkpointing.errors import CheckpointError
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.torch_files import torch_bytes

@@ -13,8 +13,7 @@ import accelerate
 import transformers.trainer
 
 from checkpointing.data.cursor import LoaderCursor
-from checkpointing.data.dealing import Dealing
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import Dealing, StepLayout
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
 from checkpointing.errors import CheckpointError
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint

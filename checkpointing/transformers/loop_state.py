@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import loop_state_name

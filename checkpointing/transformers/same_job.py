@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from checkpointing.data.data_digest import fingerprint
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
+from checkpointing.data.position import fingerprint
 from checkpointing.errors import CheckpointError
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings

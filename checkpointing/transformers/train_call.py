@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.data import TrainingData

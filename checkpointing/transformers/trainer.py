@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
 from checkpointing.data.stream import beginning_of, is_seekable
 from checkpointing.errors import CheckpointError, CommitFailed
 from checkpointing.host.environment import rank_settings

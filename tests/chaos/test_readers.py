@@ -45,7 +45,7 @@ from checkpointing import CheckpointManager
 from checkpointing.agent.events import CheckpointQuarantined, Event
 from checkpointing.commit.shard_reading import ShardReaders
 from checkpointing.commit.tiers import Tiers
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint

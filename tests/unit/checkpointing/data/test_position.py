@@ -1,15 +1,20 @@
-"""The record of a position: round trip, and values that no position has."""
+"""What is recorded of the data: positions, digests of an order, and that of a data set."""
 
 from __future__ import annotations
 
 import io
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
-from checkpointing.data.position import EpochStart, Position
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
+from checkpointing.data.position import EpochStart, OrderDigest, Position, check_order, fingerprint
+from checkpointing.errors import CheckpointError
+from checkpointing.host.environment import ALLOW_CHANGES_ENV
 from checkpointing.process import rng
 
 POSITION = Position(
@@ -73,3 +78,71 @@ def test_a_layout_is_three_positive_integers(counts: Any) -> None:
     with pytest.raises(ValueError, match="step layout"):
         StepLayout.from_list(counts)
     assert StepLayout.from_list([2, 3, 4]).samples_per_step == 24
+
+
+def digest_of(*batches: object) -> OrderDigest:
+    digest = OrderDigest()
+    for number, batch in enumerate(batches):
+        digest.add(number, batch)
+    return digest
+
+
+def test_the_digest_after_a_batch_is_known_while_the_loader_draws_ahead() -> None:
+    ahead = digest_of([1, 2], [3, 4], [5, 6])
+    assert ahead.after(2) == digest_of([1, 2], [3, 4]).newest
+    # Training does not go back.
+    assert ahead.after(1) is None
+    ahead.reset()
+    assert ahead.after(3) is None and ahead.newest == OrderDigest().newest
+
+
+def test_indices_of_any_type_count() -> None:
+    assert digest_of("a").newest != digest_of("b").newest
+    assert digest_of([1, 2]).newest != digest_of([2, 1]).newest
+
+
+def test_digests_do_not_pile_up_where_nothing_is_saved() -> None:
+    digest = digest_of(*range(5000))
+    assert digest.after(5000) == digest.newest
+    assert len(digest._by_count) == 1
+
+
+def test_another_order_is_refused_and_the_ranks_are_named_where_they_differ() -> None:
+    recorded = Position(1, 4, order="a")
+    check_order(recorded, "a", "Shuffled")
+    check_order(Position(1, 4), "b", "Shuffled")
+    with pytest.raises(CheckpointError, match=r"Shuffled gives other samples .* first 4 batches of epoch 1 differ"):
+        check_order(recorded, "b", "Shuffled")
+    with pytest.raises(CheckpointError, match=r"number of ranks, which was 2 and is 3"):
+        check_order(recorded, "b", "Shuffled", (2, 3))
+
+
+def test_another_order_is_accepted_where_the_user_allows_changes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(ALLOW_CHANGES_ENV, "1")
+    check_order(Position(1, 4, order="a"), "b", "Shuffled")
+    assert "Shuffled gives other samples than before the change" in caplog.text
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(17))
+
+
+def test_the_fingerprint_tells_data_sets_apart() -> None:
+    from datasets import Dataset as Rows
+
+    one = Rows.from_dict({"text": [f"row {n}" for n in range(50)]})
+    same, other = Rows.from_dict({"text": [f"row {n}" for n in range(50)]}), one.select(range(49))
+    assert fingerprint(one) == fingerprint(same)
+    assert fingerprint(one) != fingerprint(other)
+    # A transform may draw at random: rows are looked at as they are stored.
+    assert fingerprint(one.with_transform(lambda rows: {"x": [random.random() for _ in rows["text"]]})) == fingerprint(
+        one
+    )
+    tensors = [{"x": torch.arange(3) + n} for n in range(20)]
+    assert fingerprint(tensors) == fingerprint([dict(row) for row in tensors])
+    assert fingerprint(tensors) != fingerprint([{"x": row["x"] + 1} for row in tensors])
+    assert fingerprint(Stream()) is None
+    assert fingerprint([]) is None

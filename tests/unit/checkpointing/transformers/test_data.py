@@ -16,7 +16,7 @@ from helpers.restore_points import point
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from checkpointing.data.cursor import LoaderCursor
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.restore_points import point
 
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint

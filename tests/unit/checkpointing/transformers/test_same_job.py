@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Trainer
 
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
 from checkpointing.errors import CheckpointError
 from checkpointing.host.environment import ALLOW_CHANGES_ENV
 from checkpointing.transformers.same_job import (

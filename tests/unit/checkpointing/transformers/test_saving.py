@@ -13,7 +13,7 @@ import torch
 from helpers.restore_points import point
 from transformers import TrainerControl, TrainerState
 
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
 from checkpointing.errors import Preempted
 from checkpointing.transformers.options import ResilientOptions
 from checkpointing.transformers.overrides import Staging

@@ -13,7 +13,7 @@ import torch
 from helpers.restore_points import point
 from transformers import TrainerControl
 
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
 from checkpointing.errors import CheckpointError, CommitFailed, NonFinite
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers import trainer as trainer_module
