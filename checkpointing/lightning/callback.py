@@ -27,12 +27,16 @@ from checkpointing.manager.manager import CheckpointManager
 from checkpointing.manager.step_protocol import Due
 from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto
 
+logger = logging.getLogger("checkpointing")
+
 # FSDPStrategy is FSDP1; DeepSpeedStrategy runs on GPUs only, and was never tried.
 _UNSUPPORTED = {
     "FSDPStrategy": "FSDP1; use ModelParallelStrategy with fully_shard",
     "DeepSpeedStrategy": "not supported; use ModelParallelStrategy with fully_shard",
 }
 _TUNERS = ("LearningRateFinder", "BatchSizeFinder")
+# What Lightning calls between drawing a batch and the first hook of its step.
+_BEFORE_BATCH_START = ("on_before_batch_transfer", "on_after_batch_transfer")
 
 
 class ResilientCheckpoint(Checkpoint):
@@ -174,17 +178,17 @@ class ResilientCheckpoint(Checkpoint):
         manager = self._manager
         if manager is None:
             return
-        self._loop.end()
+        self._loop.ended = True
         if self._loop.step:
             manager.save(self._loop.step, self._loop.step, metrics=self._metrics, wait=True)
         manager.finished = True
-        self._close(trainer)
+        self._let_go(trainer).close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave nothing in flight, where `fit` had no step to train."""
         if self._manager is not None and stage == "fit":
             self._manager.finished = True
-            self._close(trainer)
+            self._let_go(trainer).close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was. What is in memory is not waited for: other ranks may not have failed."""
@@ -192,9 +196,6 @@ class ResilientCheckpoint(Checkpoint):
             self._let_go(trainer)
             if not isinstance(exception, Preempted):
                 stop_signal.end_reading()
-
-    def _close(self, trainer: Any) -> None:
-        self._let_go(trainer).close()
 
     def _let_go(self, trainer: Any) -> CheckpointManager:
         manager, self._manager = self._manager, None
@@ -323,20 +324,10 @@ def _check(trainer: Any) -> None:
         )
 
 
-logger = logging.getLogger("checkpointing")
-
-# What Lightning calls between drawing a batch and the first hook of its step.
-_BEFORE_BATCH_START = ("on_before_batch_transfer", "on_after_batch_transfer")
-
-
 def replace_restoring(trainer: Any, restore: Callable[[], None]) -> None:
     """Have Lightning restore the training state by `restore`, and nothing of what `fit(ckpt_path=...)` names.
 
-    It does so after the callbacks' `on_fit_start`, where some rebuild the optimizer's parameter groups.
-
-    Args:
-        trainer: Lightning's trainer.
-        restore: Called once.
+    It calls that after the callbacks' `on_fit_start`, where some rebuild the optimizer's parameter groups.
     """
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = {}

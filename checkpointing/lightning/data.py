@@ -17,13 +17,7 @@ class FollowedLoaders:
     """Attaches a cursor to each training loader when Lightning prepares it, just before the first batch is drawn."""
 
     def __init__(self, trainer: Any, manager: CheckpointManager, positions: Sequence[Mapping[str, Any]]) -> None:
-        """Prepare; `install` begins.
-
-        Args:
-            trainer: Lightning's trainer.
-            manager: Saves the positions.
-            positions: Those of the checkpoint that is resumed, in the loaders' order.
-        """
+        """Prepare; `positions` are those of the checkpoint that is resumed, in the loaders' order."""
         self._trainer, self._manager, self._positions = trainer, manager, positions
         self._cursors: list[LoaderCursor] = []
 

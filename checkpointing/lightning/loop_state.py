@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.core.hooks import CheckpointHooks
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torchmetrics import Metric
 
-from checkpointing.lightning.logged_values import logged_values, restore_logged_values
+# What a logged value is besides numbers.
+_LOGGED_AS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
 
 
 class LightningLoopState:
@@ -24,12 +38,7 @@ class LightningLoopState:
     """
 
     def __init__(self, trainer: Any, owner: Callback) -> None:
-        """Follow a trainer.
-
-        Args:
-            trainer: Lightning's trainer.
-            owner: The callback that this state is for, which has none of its own.
-        """
+        """Follow a Lightning trainer, for the callback `owner`, which has no state of its own."""
         self._trainer, self._owner = trainer, owner
         self.step, self.ended = 0, False
         self._logging: list[Any] = []
@@ -41,10 +50,6 @@ class LightningLoopState:
         if self.ended:
             self.ended = False
             self._forget_restart()
-
-    def end(self) -> None:
-        """Note that training has reached its end."""
-        self.ended = True
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -193,3 +198,47 @@ def _restore_metric(metric: Metric, state: Mapping[str, Any], device: torch.devi
 
 def _on(device: torch.device, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
+def logged_values(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what `self.log` has added up since the epoch began, of Lightning's collection of one loop."""
+    return {key: _logged_value(metric) for key, metric in results.items() if metric.meta.sync.group is None}
+
+
+def restore_logged_values(trainer: Any, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put what `logged_values` returned back into the training loop's collection."""
+    results, device = trainer.fit_loop.epoch_loop._results, trainer.strategy.root_device
+    for key, saved in state.items():
+        metric = _ResultMetric(_metadata(saved, trainer.strategy.reduce), is_tensor=saved["value"] is not None)
+        if saved["value"] is not None:
+            metric.value = saved["value"].to(device)
+            if saved["weight"] is not None:
+                metric.cumulated_batch_size = saved["weight"].to(device)
+        else:
+            # A torchmetrics metric of the module, whose own state has been restored.
+            metric.value = trainer.lightning_module.get_submodule(saved["metric_attribute"])
+        metric.has_reset = saved["has_reset"]
+        metric._update_count = 1
+        results[key] = metric
+
+
+def _logged_value(metric: Any) -> dict[str, Any]:
+    meta = metric.meta
+    reduction = meta.reduce_fx.__name__
+    return {
+        **{name: getattr(meta, name) for name in _LOGGED_AS},
+        "reduction": reduction,
+        "of_torch": getattr(torch, reduction, None) is meta.reduce_fx,
+        "sync": meta.sync.should,
+        "rank_zero_only": meta.sync.rank_zero_only,
+        "value": metric.value if metric.is_tensor else None,
+        "weight": getattr(metric, "cumulated_batch_size", None),
+        "has_reset": metric.has_reset,
+    }
+
+
+def _metadata(saved: Mapping[str, Any], reduce: Any) -> _Metadata:
+    reduction = getattr(torch if saved["of_torch"] else builtins, saved["reduction"])
+    meta = _Metadata(**{name: saved[name] for name in _LOGGED_AS}, reduce_fx=reduction)
+    meta.sync = _Sync(_should=saved["sync"], fn=reduce, rank_zero_only=saved["rank_zero_only"])
+    return meta

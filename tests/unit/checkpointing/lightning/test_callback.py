@@ -1,19 +1,27 @@
-"""What each hook of Lightning's means, with a manager that a test plays."""
+"""What each hook of Lightning's means, with a manager that a test plays, and what is restored in place of its own."""
 
 from __future__ import annotations
 
+import logging
 import signal
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 
 from checkpointing.errors import CheckpointError
 from checkpointing.lightning import ResilientCheckpoint
-from checkpointing.lightning.callback import _check, _take_signals_back
+from checkpointing.lightning.callback import (
+    _check,
+    _take_signals_back,
+    put_restoring_back,
+    replace_restoring,
+    warn_of_draws,
+)
 from checkpointing.manager import stop_signal
 from checkpointing.manager.step_protocol import Due
 
@@ -117,7 +125,7 @@ def test_the_end_of_training_is_committed() -> None:
     subject = callback()
     manager = subject._manager
     subject.on_train_end(trainer(), None)
-    subject._loop.end.assert_called_once()
+    assert subject._loop.ended is True
     manager.save.assert_called_once_with(7, 7, metrics={}, wait=True)
     manager.close.assert_called_once()
     assert manager.finished is True
@@ -190,3 +198,45 @@ def test_a_trial_run_keeps_nothing() -> None:
     subject.on_fit_start(trainer(fast_dev_run=1), None)
     subject.on_train_start(trainer(), None)
     subject.on_train_end(trainer(), None)
+
+
+class Connector:
+    def __init__(self) -> None:
+        self._loaded_checkpoint: dict[str, Any] = {"state_dict": 1}
+
+    def resume_start(self, path: str) -> None:
+        self._loaded_checkpoint = {"path": path}
+
+    def restore_training_state(self) -> None:
+        raise AssertionError
+
+
+def test_nothing_of_another_checkpoint_is_restored() -> None:
+    connector, restore = Connector(), Mock()
+    trainer = SimpleNamespace(_checkpoint_connector=connector)
+    replace_restoring(trainer, restore)
+    connector.resume_start("initial.ckpt")
+    assert connector._loaded_checkpoint == {}
+    connector.restore_training_state()
+    restore.assert_called_once()
+    put_restoring_back(trainer)
+    connector.resume_start("initial.ckpt")
+    assert connector._loaded_checkpoint == {"path": "initial.ckpt"}
+
+
+class Plain(L.LightningModule):
+    pass
+
+
+class Augmenting(L.LightningModule):
+    def on_after_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
+        return batch + torch.randn(())
+
+
+def test_draws_that_are_not_resumed_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "checkpointing"):
+        warn_of_draws(Plain())
+        assert not caplog.messages
+        warn_of_draws(Augmenting())
+    (message,) = caplog.messages
+    assert "Augmenting draws at random in on_after_batch_transfer" in message
