@@ -80,12 +80,7 @@ def check_virtual_ranks(count: object) -> None:
 
 @dataclass(frozen=True)
 class Dealing:
-    """Which micro-batches are whose.
-
-    Attributes:
-        virtual_ranks: Number of virtual ranks.
-        rank: Number of this rank.
-        world_size: Number of ranks.
+    """Which micro-batches are whose, of so many virtual ranks.
 
     Raises:
         CheckpointError: There are more ranks than virtual ranks.
@@ -125,13 +120,9 @@ class Dealing:
         return number % self.virtual_ranks in self.block
 
     def arranged(self, drawn: list[Any]) -> list[tuple[int, int, Any]]:
-        """Return a step's micro-batches in the order in which this rank computes them.
+        """Return a step's micro-batches, drawn round by round, in the order in which this rank computes them.
 
-        Args:
-            drawn: As this rank has drawn them, round by round.
-
-        Returns:
-            Virtual rank, round and micro-batch: all of one virtual rank after the other's.
+        Each with its virtual rank and round: all of one virtual rank after the other's.
         """
         size = len(self.block)
         return [

@@ -7,7 +7,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from checkpointing.data.position import EpochStart, Position
 from checkpointing.errors import CheckpointError
 from checkpointing.process import rng
 
+if TYPE_CHECKING:
+    from checkpointing.data.cursor import LoaderCursor
+
 logger = logging.getLogger("checkpointing")
 
 _END = object()
@@ -31,51 +34,18 @@ _END = object()
 _KNOWN_PACKAGES = ("torch.", "accelerate.", "transformers.", "trl.", "sentence_transformers.", "checkpointing.")
 
 
-class Order(Protocol):
-    """What an iteration needs to know of the position, and reports to it."""
-
-    interleaves: bool
-
-    @property
-    def name(self) -> str:
-        """What gives the order, for messages."""
-
-    @property
-    def watches_draws(self) -> bool:
-        """Whether the sampler may draw from the host's generators in mid-epoch."""
-
-    def take_iteration(self) -> bool:
-        """Return whether the iteration that begins now is the one that trains."""
-
-    def begin_drawing(self) -> int:
-        """Restore what the order depends on; return the number of batches to pass over."""
-
-    def drawn(self, number: int, index: Any) -> None:
-        """Record that batch `number` of this iteration was drawn."""
-
-    def check_replayed(self) -> None:
-        """Check that the batches passed over are those of the checkpoint."""
-
-    def is_ours(self, number: int) -> bool:
-        """Return whether this rank computes batch `number`; another one does otherwise."""
-
-    def seed_of(self, number: int) -> int:
-        """Return the seed of batch `number` of this epoch."""
-
-
 class ReplayedSampler(BatchSampler):
-    """A sampler's indices, each with its batch's seed, from the position on.
+    """A sampler's indices, each with its batch's seed, from the position on; it reports to the loader's cursor.
 
     No sample is loaded for the indices that are passed over. All other attributes are those of the sampler itself, so
     that loaders find `set_epoch`, `sampler` and the like.
     """
 
-    def __init__(self, inner: Any, order: Order) -> None:
-        """Put `order` between a loader and its sampler, `inner`."""
-        self._inner, self._order = inner, order
+    def __init__(self, inner: Any, cursor: LoaderCursor) -> None:
+        self._inner, self._cursor = inner, cursor
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_inner", "_order"):
+        if name in ("_inner", "_cursor"):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
@@ -83,37 +53,37 @@ class ReplayedSampler(BatchSampler):
         return len(self._inner)
 
     def __iter__(self) -> Iterator[Any]:
-        order = self._order
-        if not order.take_iteration():
+        cursor = self._cursor
+        if not cursor.take_iteration():
             # The script reads the data outside training.
             yield from self._inner
             return
-        skip = order.begin_drawing()
+        skip = cursor.begin_drawing()
         drawing = iter(self._inner)
         for number in itertools.count():
-            before = rng.host_state() if order.watches_draws and number else None
+            before = rng.host_state() if cursor.watches_draws and number else None
             index = next(drawing, _END)
-            if before is not None and not order.interleaves and _differ(before, rng.host_state()):
-                order.interleaves = True
+            if before is not None and not cursor.interleaves and _differ(before, rng.host_state()):
+                cursor.interleaves = True
                 logger.warning(
                     "%s draws indices from the global random number generators during an epoch: a resumed run "
                     "sees other samples in the rest of that epoch. Draw them when the epoch begins, or from a "
                     "generator of the sampler's own",
-                    order.name,
+                    cursor.name,
                 )
             if number == skip:
-                order.check_replayed()
+                cursor.check_replayed()
             if index is _END:
                 if number < skip:
                     raise CheckpointError(
-                        f"{order.name} ended after {number} batches of an epoch; the checkpoint was made after "
+                        f"{cursor.name} ended after {number} batches of an epoch; the checkpoint was made after "
                         f"{skip}: the data set or its sampler has changed. Use those that wrote it, or another "
                         "output_dir"
                     )
                 return
-            order.drawn(number, index)
-            if number >= skip and order.is_ours(number):
-                yield with_seed(index, order.seed_of(number))
+            cursor.drawn(number, index)
+            if number >= skip and cursor.is_ours(number):
+                yield with_seed(index, cursor.seed_of(number))
 
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -137,13 +107,7 @@ class ReplayedStream:
     """
 
     def __init__(self, loader: Any, take_iteration: Callable[[], bool], take_position: Callable[[], Position | None]):
-        """Wrap the creation of a torch DataLoader's iterators, in place.
-
-        Args:
-            loader: The torch DataLoader.
-            take_iteration: Returns whether the iteration that begins now is the one that trains.
-            take_position: Returns the position to resume from, once.
-        """
+        """Wrap the creation of a torch DataLoader's iterators, in place; see `LoaderCursor.take_iteration`."""
         self.start: EpochStart | None = None
         self.generators: Mapping[str, Any] | None = None
         self._make_iterator: Callable[[], Any] = loader._get_iterator
@@ -189,7 +153,6 @@ class ResumedLoader:
     """A stream's batches behind the position, once; all other attributes are those of the loader."""
 
     def __init__(self, loader: Any, iterate: Callable[[], Iterator[Any]]) -> None:
-        """Iterate over `loader` through `iterate`."""
         self._loader, self._iterate = loader, iterate
 
     def __getattr__(self, name: str) -> Any:

@@ -48,12 +48,7 @@ class EpochStart:
 
     @classmethod
     def from_state(cls, state: Any) -> EpochStart | None:
-        """Parse what `to_state` returned; None where no epoch had begun in the process that saved.
-
-        Raises:
-            KeyError: A part is missing.
-            ValueError: A part is not a mapping.
-        """
+        """Parse what `to_state` returned; None where no epoch had begun in the process that saved."""
         if not state:
             return None
         return cls(with_arrays(state["host"]), _mapping(state["owned"]), _mapping(state["counters"]))
@@ -110,13 +105,7 @@ class Position:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Position:
-        """Parse what `to_state` returned.
-
-        Raises:
-            KeyError: A part is missing.
-            TypeError: A part has another type.
-            ValueError: A part has a value that is not possible.
-        """
+        """Parse what `to_state` returned; for the errors, see `LoaderCursor.resume`."""
         epoch, consumed = state["epoch"], state["consumed"]
         if type(epoch) is not int or type(consumed) is not int or epoch < 0 or consumed < 0:
             raise ValueError(f"epoch {epoch!r} or batch {consumed!r} is not a count")
@@ -137,11 +126,7 @@ class Position:
         )
 
     def recut(self, now: StepLayout, steps_per_epoch: int) -> Position:
-        """Return the position in the micro-batches of another layout.
-
-        Raises:
-            ValueError: The position does not say how steps were divided.
-        """
+        """Return the position in the micro-batches of another layout."""
         if self.layout is None:
             raise ValueError("the position does not say how steps were divided")
         if self.layout == now:
@@ -227,12 +212,10 @@ def _index_bytes(index: Any) -> bytes:
 
 
 def fingerprint(dataset: Any) -> str | None:
-    """Return a digest of some of a data set's rows, as they are stored.
+    """Return the number of a data set's rows, and a digest of some of them as they are stored.
 
-    A transform that is applied when a row is read is left out, since it may draw at random.
-
-    Returns:
-        The number of rows and a digest; None where reading rows could have side effects or be expensive.
+    A transform that is applied when a row is read is left out, since it may draw at random. None where reading rows
+    could have side effects or be expensive.
     """
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not len(dataset):
         return None

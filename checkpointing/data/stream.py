@@ -14,7 +14,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -61,15 +61,13 @@ class StreamPosition:
         """
         if not isinstance(document, dict) or document.keys() != {field.name for field in fields(cls)}:
             raise ValueError("the position in the stream has other fields")
-        counts = {name: document[name] for name in ("epoch", "block", "offset", "seed")}
         size = document["shuffle_samples"]
-        if size is not None:
-            counts["shuffle_samples"] = size
-        if not all(type(count) is int and 0 <= count < 2**63 for count in counts.values()) or size == 0:
+        counts = [document[name] for name in ("epoch", "block", "offset", "seed")] + ([] if size is None else [size])
+        if not all(type(count) is int and 0 <= count < 2**63 for count in counts) or size == 0:
             raise ValueError("a number of the position in the stream is not a count")
         if not isinstance(document["state"], dict):
             raise ValueError("the stream's state is not an object")
-        return cls(**{"shuffle_samples": None, **counts}, state=document["state"])
+        return cls(**document)
 
 
 class StreamBatches(IterableDataset):  # type: ignore[type-arg]
@@ -144,9 +142,7 @@ class StreamBatches(IterableDataset):  # type: ignore[type-arg]
                 random.Random(f"{at.seed} {block.epoch} {block.number}").shuffle(order)
             for index in range(offset, len(order)):
                 reader.fill(upcoming, 1)
-                position = StreamPosition(
-                    block.epoch, block.number, index + 1, block.state, at.shuffle_samples, at.seed
-                )
+                position = replace(at, epoch=block.epoch, block=block.number, offset=index + 1, state=block.state)
                 yield block.rows[order[index]], position
             reader.fill(upcoming)
             block, upcoming, offset = upcoming, reader.next_block(), 0
@@ -154,7 +150,7 @@ class StreamBatches(IterableDataset):  # type: ignore[type-arg]
 
 @dataclass
 class _Block:
-    """Consecutive samples of the stream; `state` is the stream's state before the first of them."""
+    """Consecutive samples of the stream; `state` is that of the stream before the first of them."""
 
     epoch: int
     number: int
@@ -215,24 +211,16 @@ class StreamDataLoader(DataLoader):  # type: ignore[type-arg]
     def __init__(
         self, batches: StreamBatches, collate_fn: Callable[[list[Any]], Any], num_workers: int, **options: Any
     ) -> None:
-        """Load batches.
-
-        Args:
-            batches: What is read.
-            collate_fn: Makes a batch of a list of samples.
-            num_workers: Of which at most one is used.
-            options: Further options of `DataLoader`.
-        """
+        """Load batches, each made of a list of samples by `collate_fn`; of `num_workers`, at most one is used."""
         self._batches = batches
         self.position, self.is_positioned = batches.start, False
         self._num_dropped = 0
-        collate = functools.partial(_collated, collate_fn)
         # A stream has one order, so one worker reads it. The loader gets a generator of its own, because draws from the
         # global one would differ between a resumed and an uninterrupted run.
         super().__init__(
             batches,
             batch_size=None,
-            collate_fn=collate,
+            collate_fn=functools.partial(_collated, collate_fn),
             num_workers=min(num_workers, 1),
             generator=torch.Generator().manual_seed(0),
             **options,
@@ -260,11 +248,7 @@ def _collated(collate: Callable[[list[Any]], Any], item: tuple[list[Any], Stream
 
 
 def _copied(state: Any) -> dict[str, Any]:
-    """Return a stream's state as JSON holds it.
-
-    Raises:
-        CheckpointError: JSON cannot hold it.
-    """
+    """Return a stream's state as JSON holds it."""
     try:
         copied: dict[str, Any] = json.loads(json.dumps(state))
     except (TypeError, ValueError):

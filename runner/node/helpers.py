@@ -48,7 +48,6 @@ class Helpers:
         start_agent: Callable[[Callable[[], bool]], AgentHelper],
         start_launcher: Callable[[], LauncherHelper],
         on_agent: Callable[[Event], None],
-        on_attempt_over: Callable[[], None],
         on_launcher: Callable[[Message], None],
         check_gpus: Callable[[], None] = lambda: None,
         grace_s: float,
@@ -59,19 +58,17 @@ class Helpers:
     ) -> None:
         """Prepare; nothing is started.
 
-        `start_agent` calls its argument while it waits, and gives up once that is true. `on_attempt_over` is called
-        when the agent has handled all messages of an attempt's ranks, `check_gpus` when the launcher has found GPUs.
-        An agent is killed after `quiet_timeout_s` without an answer (120 at most).
+        `start_agent` calls its argument while it waits, and gives up once that is true. `check_gpus` is called when the
+        launcher has found GPUs. An agent is killed after `quiet_timeout_s` without an answer (120 at most).
         """
         self._start_agent, self._start_launcher = start_agent, start_launcher
         self._handle_agent, self._handle_launcher = on_agent, on_launcher
-        self._handle_attempt_over, self._check_gpus = on_attempt_over, check_gpus
-        self._grace_s = grace_s
+        self._check_gpus, self._grace_s = check_gpus, grace_s
         self._loop, self._stop, self._host = loop, stop, host
         self.agent: AgentHelper | None = None
         self.launcher: LauncherHelper | None = None
         self.accelerators: int | None = None
-        self.torch_has_cuda = self._warm = self._is_preparing = False
+        self.torch_has_cuda = self._warm = self._is_preparing = self._attempt_over = False
         self._pulse = AgentPulse(quiet_timeout_s, host.monotonic())
 
     def ensure(self) -> None:
@@ -152,6 +149,12 @@ class Helpers:
             self.agent.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.agent.wait(KILL_TIMEOUT_S)
+
+    def end_attempt(self, on_timeout: Callable[[float], None]) -> None:
+        """Wait until the agent has handled all messages of an attempt's ranks; see `wait_for_agent`."""
+        self._attempt_over = False
+        self.request_agent("end_attempt")
+        self.wait_for_agent(lambda: self._attempt_over, on_timeout)
 
     def wait_for_agent(self, done: Callable[[], bool], on_timeout: Callable[[float], None]) -> bool:
         """Wait until `done()`, or until the agent has exited; return whether it is done, or the status is 0.
@@ -254,7 +257,7 @@ class Helpers:
             case protocol.PONG:
                 self._pulse.answered(self._host.monotonic())
             case protocol.ATTEMPT_OVER:
-                self._handle_attempt_over()
+                self._attempt_over = True
             case str() if name != protocol.ATTEMPT_BEGUN:
                 event = parse_event(name, message)
                 if not isinstance(event, Malformed):

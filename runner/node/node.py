@@ -86,7 +86,7 @@ class Node:
         self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
         self._host = host or Host()
         self.checkpoints = AgentEvents(display, record)
-        self.others_busy = self.has_state = self.leads = self._attempt_over = False
+        self.others_busy = self.has_state = self.leads = False
         self._attempt: Attempt | None = None
         self._patience = 1.0
         self._build_locks = BuildLocks(os.environ, display.message)
@@ -97,7 +97,6 @@ class Node:
             start_agent=starter.start_agent,
             start_launcher=starter.start_launcher,
             on_agent=self.checkpoints.handle,
-            on_attempt_over=self._on_attempt_over,
             on_launcher=self._on_launcher,
             check_gpus=check_gpus,
             grace_s=config.restart.grace_s,
@@ -187,9 +186,7 @@ class Node:
             self.checkpoints.show_heartbeats(attempt.heartbeats(), self._host.monotonic())
         self.checkpoints.show_heartbeats(attempt.heartbeats(), self._host.monotonic())
         attempt.close()
-        self._attempt_over = False
-        self._helpers.request_agent("end_attempt")
-        self._helpers.wait_for_agent(lambda: self._attempt_over, self._on_agent_timeout)
+        self._helpers.end_attempt(self._on_agent_timeout)
         result = attempt.conclude(self._clock.at)
         self._attempt, self._patience = None, attempt.hangs.next_patience
         return replace(result, failure=self._choose_start_method(result.failure))
@@ -275,9 +272,6 @@ class Node:
         return failure
 
     # -- what helpers and ranks report -------------------------------------------------------------------------------
-
-    def _on_attempt_over(self) -> None:
-        self._attempt_over = True
 
     def _on_launcher(self, message: Message) -> None:
         if self._attempt is not None:

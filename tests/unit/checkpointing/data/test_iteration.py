@@ -44,38 +44,42 @@ class Order:
         return 100 + number
 
 
+def replayed(inner: Any, order: Any) -> ReplayedSampler:
+    return ReplayedSampler(inner, order)
+
+
 def test_batches_of_other_ranks_are_counted_and_passed_over() -> None:
     order = Order(skip=1)
     order.others = {2}
-    found = list(ReplayedSampler([[0], [1], [2], [3]], order))
+    found = list(replayed([[0], [1], [2], [3]], order))
     assert found == [[1], [3]] and [one.seed for one in found] == [101, 103]
     assert order.events[-2:] == [(2, [2]), (3, [3])]
 
 
 def test_the_first_batch_after_the_position_is_returned_once_the_order_was_checked() -> None:
     order = Order(skip=2)
-    found = list(ReplayedSampler([[0], [1], [2]], order))
+    found = list(replayed([[0], [1], [2]], order))
     assert found == [[2]] and found[0].seed == 102
     assert order.events == [(0, [0]), (1, [1]), "checked", (2, [2])]
 
 
 def test_an_iteration_beside_training_carries_no_seeds_and_reports_nothing() -> None:
     order = Order(skip=2, trains=False)
-    found = list(ReplayedSampler([[0], [1]], order))
+    found = list(replayed([[0], [1]], order))
     assert found == [[0], [1]] and not hasattr(found[0], "seed") and order.events == []
 
 
 def test_an_order_that_ends_before_the_position_is_refused() -> None:
-    assert list(ReplayedSampler([[0]], Order(skip=1))) == []
+    assert list(replayed([[0]], Order(skip=1))) == []
     with pytest.raises(CheckpointError, match="ended after 1 batches of an epoch; the checkpoint was made after 2"):
-        list(ReplayedSampler([[0]], Order(skip=2)))
+        list(replayed([[0]], Order(skip=2)))
 
 
 def test_all_else_is_the_samplers_own() -> None:
     class Sampler(list[Any]):
         batch_size = 3
 
-    sampler = ReplayedSampler(Sampler([[0]]), Order())
+    sampler = replayed(Sampler([[0]]), Order())
     assert sampler.batch_size == 3 and len(sampler) == 1
     with pytest.raises(AttributeError):
         _ = sampler.missing

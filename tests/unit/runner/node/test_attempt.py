@@ -53,7 +53,6 @@ class Bench:
         self.helpers = Helpers(
             on_agent=self.checkpoints.handle,
             on_launcher=lambda message: None,
-            on_attempt_over=lambda: None,
             grace_s=restart.grace_s,
             quiet_timeout_s=restart.quiet_timeout_s,
             **start,

@@ -31,7 +31,6 @@ class Bench:
         self.launcher_messages: list[dict[str, Any]] = []
         self.helpers = Helpers(
             on_agent=lambda event: self.events.append(event.name),
-            on_attempt_over=lambda: self.events.append("attempt_over"),
             on_launcher=self.launcher_messages.append,
             grace_s=60.0,
             quiet_timeout_s=quiet_timeout_s,
@@ -162,6 +161,14 @@ def test_a_stop_gives_the_agent_its_grace_and_no_more() -> None:
     bench.stop.asked_at = bench.host.now
     assert not bench.helpers.wait_for_agent(lambda: False, bench.timeouts.append)
     assert bench.timeouts == [pytest.approx(60.0, abs=0.1)] and not bench.agents[0].alive
+
+
+def test_the_end_of_an_attempt_is_when_its_messages_are_handled() -> None:
+    bench = Bench()
+    bench.ensure()
+    bench.loop.plan += [lambda: None, lambda: bench.answer({"event": "attempt_over"})]
+    bench.helpers.end_attempt(bench.timeouts.append)
+    assert bench.agents[0].requests[0] == "end_attempt" and not bench.timeouts and not bench.loop.plan
 
 
 def test_an_agent_that_ends_by_itself_has_committed_everything() -> None:
