@@ -73,7 +73,11 @@ class LoaderCursor:
         base = _torch_loader(loader)
         if base is None:
             raise CheckpointError(f"{type(loader).__name__} is not a torch DataLoader")
-        _check_order(base)
+        if base.num_workers > 0 and not getattr(base, "in_order", True):
+            raise CheckpointError(
+                "in_order=False (dataloader_in_order of TrainingArguments) gives batches as the workers finish them, "
+                "in an order that cannot be resumed; leave it out"
+            )
         self.loader, self._base, self._seed, self._rank = loader, base, seed, 0 if dealing is not None else rank
         self._dealing = dealing
         self.layout = now or StepLayout(1, 1, 1)
@@ -155,7 +159,7 @@ class LoaderCursor:
 
     def is_filler(self, number: int) -> bool:
         """Return whether batch `number` of this epoch has only a sample of another rank, and must not count."""
-        return self._recut is not None and self._recut.is_filler(number)
+        return self._recut is not None and number in self._recut.fillers
 
     def end_epoch(self) -> None:
         """Record that the epoch is over: nothing of it is repeated by a resumed run."""
@@ -282,14 +286,6 @@ class LoaderCursor:
     def _restore_samplers(self, generators: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
         if self._samplers is not None:
             self._samplers.restore(generators, counters)
-
-
-def _check_order(loader: DataLoader[Any]) -> None:
-    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
-        raise CheckpointError(
-            "in_order=False (dataloader_in_order of TrainingArguments) gives batches as the workers finish them, in an "
-            "order that cannot be resumed; leave it out"
-        )
 
 
 def _torch_loader(loader: Any) -> DataLoader[Any] | None:

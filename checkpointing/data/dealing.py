@@ -182,6 +182,10 @@ class RecutBatchSampler(BatchSampler):
 
     Each step gets exactly the samples that it would have had, including those with which accelerate fills up the end
     of an epoch.
+
+    Attributes:
+        fillers: Batches of the newest iteration, by number, that have only a sample of another rank: they fill up a
+            rank's share of a step, and must not count.
     """
 
     def __init__(self, batches: Any, made_for: StepLayout, now: StepLayout, rank: int) -> None:
@@ -199,8 +203,7 @@ class RecutBatchSampler(BatchSampler):
             )
         self.sampler, self.drop_last, self.batch_size = plain.sampler, plain.drop_last, now.batch_size
         self._made_for, self._now, self._rank = made_for, now, rank
-        # Batches of the newest iteration, by number, that only fill up a rank's share of a step.
-        self._fillers: set[int] = set()
+        self.fillers: set[int] = set()
 
     def _rounds(self) -> Iterator[list[Any]]:
         """Iterate over what all ranks together drew for their first micro-batches, their second ones, and so on."""
@@ -223,24 +226,20 @@ class RecutBatchSampler(BatchSampler):
         while step := list(itertools.chain(*itertools.islice(rounds, self._made_for.accumulation))):
             yield step
 
-    def is_filler(self, number: int) -> bool:
-        """Return whether a batch of the newest iteration has a sample of another rank, and must not count."""
-        return number in self._fillers
-
     def __iter__(self) -> Iterator[list[Any]]:
         return self._uneven() if self._now.uneven_samples else self._even()
 
     def _uneven(self) -> Iterator[list[Any]]:
         """Deal each step's samples as evenly as possible; every rank makes as many batches."""
         now, number = self._now, 0
-        self._fillers.clear()
+        self.fillers.clear()
         for step in self._steps():
             share = [step[index] for index in block_of(self._rank, now.world_size, len(step))]
             count = math.ceil(len(block_of(0, now.world_size, len(step))) / now.batch_size)
             for part in range(count):
                 samples = share[part * len(share) // count : (part + 1) * len(share) // count]
                 if not samples:
-                    self._fillers.add(number)
+                    self.fillers.add(number)
                 yield samples or step[:1]
                 number += 1
 

@@ -86,34 +86,28 @@ class AgentEvents:
 
     def handle(self, event: Event) -> None:
         """Handle an event of this node's agent."""
-        match event:
-            case Transfer():
-                self._display.state.show_transfer(event)
-            case BatchShape():
-                self.batch = event
-                self._record(event)
-            case _:
-                self._record(event)
-                self._act_on(event)
-                self._show_training(event)
+        if isinstance(event, Transfer):
+            self._display.state.show_transfer(event)
+            return
+        self._record(event)
+        self._act_on(event)
+        self._show_training(event)
 
     def handle_forwarded(self, event: Event) -> None:
         """Handle what rank 0 or an agent of another node has reported, as if it had been reported here."""
-        match event:
-            case BatchShape():
-                self.batch = event
-            case Resumed():
-                self._record(event)
-                self._show_resumption(event)
-            case _:
-                self._record(event)
-                self._show_training(event)
+        if isinstance(event, BatchShape):
+            self.batch = event
+            return
+        self._record(event)
+        self._show_training(event)
 
     def _act_on(self, event: Event) -> None:  # noqa: C901 - A table of events.
         say = self._display.message
         if isinstance(event, Committed | CommitFailedEvent | Fetched | FetchFailed):
             self._display.state.transfer = ""
         match event:
+            case BatchShape():
+                self.batch = event
             case Committed():
                 self._failed_saves.pop(event.tier, None)
                 self.commit_s = event.duration_s
@@ -134,8 +128,6 @@ class AgentEvents:
                 say(f"{names} ({tier}, {nbytes / 1e9:,.1f} GB) cannot be removed, others are: {error}")
             case Fetched(step=step, nbytes=nbytes, duration_s=seconds):
                 say(f"read checkpoint-{step} into memory: {nbytes / 1e6:,.1f} MB in {seconds:.1f} s")
-            case Resumed():
-                self._show_resumption(event)
             case FencedEvent(reason=reason):
                 self.fenced = reason
             case MemoryShort(reason=reason):
@@ -159,6 +151,8 @@ class AgentEvents:
     def _show_training(self, event: Event) -> None:
         state = self._display.state
         match event:
+            case Resumed():
+                self._show_resumption(event)
             case TrainingStarted(total_steps=total_steps):
                 state.total_steps = total_steps
             case Log():

@@ -28,7 +28,7 @@ from runner.ranks.watch import (
     Started,
     StopSignal,
 )
-from runner.ranks.watchdog import HangLimits, Watchdog
+from runner.ranks.watchdog import Watchdog
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.system.event_loop import EventLoop, StopRequest
@@ -105,7 +105,7 @@ class Attempt:
         )
         self._relay = OutputRelay(display.pass_on) if job.show_output else None
         self.hangs = HangCheck(
-            Watchdog(HangLimits.of(config.restart), watch_start=job.script is None, now=now),
+            Watchdog(config.restart, watch_start=job.script is None, now=now),
             ranks=self.ranks,
             helpers=helpers,
             display=display,

@@ -111,13 +111,7 @@ class HangCheck:
 
 @dataclass(frozen=True)
 class Overdue:
-    """A launcher whose report is overdue.
-
-    Attributes:
-        cause: Why, for people.
-        finished: Whether all ranks had finished.
-        over: Whether the ranks are gone, so that only the report is missing.
-    """
+    """A launcher whose report is overdue: why, whether all ranks had finished, and whether they are gone (`over`)."""
 
     cause: str
     finished: bool

@@ -179,14 +179,9 @@ class RankWatch:
     @property
     def cause_known(self) -> bool:
         """Whether some rank has failed by itself, so that errors of the others are effects of it."""
-        for rank in self.failures:
-            file = Path(self.error_files.get(rank) or "/nonexistent")
-            found = read_error_file(file)
-            own = found or self.errors.get(rank)
-            error = own[0] if own is not None else read_last_words(file.with_name(STDERR_NAME))
-            if error is None or not is_effect(error):
-                return True
-        return False
+        ends = [self._end(rank, 0, None, self.error_files.get(rank)) for rank in self.failures]
+        errors = [end.last_words if end.error is None else end.error for end in ends]
+        return any(error is None or not is_effect(error) for error in errors)
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to all running ranks; a pidfd cannot hit a process that reuses a pid."""
@@ -204,19 +199,17 @@ class RankWatch:
         files = {**{int(f["rank"]): f["error_file"] for f in failures}, **self.error_files}
         order = [rank for rank in self.deaths if rank not in self.done]
         order += [rank for rank in exit_codes if rank not in order]
-        ends = []
-        for position, rank in enumerate(order):
-            file = Path(files.get(rank) or "/nonexistent")
-            found = read_error_file(file)
-            error, frame, transient = self.errors.get(rank, (None, None, False))
-            if found is not None:
-                ends.append(RankEnd(rank, position, exit_codes.get(rank), *found, transient=transient))
-            elif error is not None:
-                ends.append(RankEnd(rank, position, exit_codes.get(rank), error, frame, transient=transient))
-            else:
-                words = read_last_words(file.with_name(STDERR_NAME))
-                ends.append(RankEnd(rank, position, exit_codes.get(rank), last_words=words))
-        return ends
+        return [self._end(rank, place, exit_codes.get(rank), files.get(rank)) for place, rank in enumerate(order)]
+
+    def _end(self, rank: int, order: int, exit_code: int | None, error_file: str | None) -> RankEnd:
+        file = Path(error_file or "/nonexistent")
+        found = read_error_file(file)
+        error, frame, transient = self.errors.get(rank, (None, None, False))
+        if found is not None:
+            return RankEnd(rank, order, exit_code, *found, transient=transient)
+        if error is not None:
+            return RankEnd(rank, order, exit_code, error, frame, transient=transient)
+        return RankEnd(rank, order, exit_code, last_words=read_last_words(file.with_name(STDERR_NAME)))
 
     def log(self, rank: int | None) -> Path | None:
         """Return the file with a rank's standard error; None if there is none."""

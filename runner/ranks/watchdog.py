@@ -32,33 +32,8 @@ _DOING = {
 
 
 @dataclass(frozen=True)
-class HangLimits:
-    """Seconds without a heartbeat after which a rank hangs.
-
-    Attributes:
-        hang_s: In a step; None to derive it from the run's own step times.
-        first_step_s: In the first steps, and while torch.compile works.
-        quiet_s: Outside of steps: start-up, restore, evaluation, saving.
-    """
-
-    hang_s: float | None
-    first_step_s: float
-    quiet_s: float
-
-    @classmethod
-    def of(cls, restart: RestartConfig) -> HangLimits:
-        """Return the limits of a configuration."""
-        return cls(restart.hang_timeout_s, restart.first_step_timeout_s, restart.quiet_timeout_s)
-
-
-@dataclass(frozen=True)
 class Hang:
-    """Ranks that hang.
-
-    Attributes:
-        slots: Their local ranks.
-        reason: For how long they were silent, what they were doing, and the limit.
-    """
+    """Ranks that hang, by their local ranks, and for how long they were silent, doing what, beyond which limit."""
 
     slots: tuple[int, ...]
     reason: str
@@ -81,11 +56,12 @@ class Watchdog:
         p99_s: 99th percentile of the step times seen.
     """
 
-    def __init__(self, limits: HangLimits, *, watch_start: bool, now: float) -> None:
+    def __init__(self, limits: RestartConfig, *, watch_start: bool, now: float) -> None:
         """Begin to watch; with `watch_start`, every rank must send heartbeats, which a user's script need not."""
         self._limits = limits
         self._watch_start = watch_start
-        self._least_s = min(limits.hang_s or _STEP_MARGIN_S, limits.first_step_s, limits.quiet_s)
+        hang_s = limits.hang_timeout_s or _STEP_MARGIN_S
+        self._least_s = min(hang_s, limits.first_step_timeout_s, limits.quiet_timeout_s)
         self._began = self._looked = now
         self._seen: dict[int, _Seen] = {}
         self._step_times: deque[float] = deque(maxlen=_NUM_SAMPLES)
@@ -161,22 +137,22 @@ class Watchdog:
         """Return the seconds allowed, and the setting or figure that they come from."""
         limits = self._limits
         if beat.phase is Phase.COMPILING:
-            return limits.first_step_s, "restart.first_step_timeout_s"
+            return limits.first_step_timeout_s, "restart.first_step_timeout_s"
         if beat.phase is not Phase.TRAINING:
-            return limits.quiet_s, "restart.quiet_timeout_s"
+            return limits.quiet_timeout_s, "restart.quiet_timeout_s"
         if self._is_derived(beat):
             p99 = self.p99_s
             why = f"3 x the 99th percentile of step times, {p99:.2f} s, + 5 s"
             if self.patience > 1:
                 why = f"{self.patience:g} x ({why}), as the attempt before had hung, too"
             return self.patience * (_STEP_FACTOR * p99 + _STEP_MARGIN_S), why
-        if beat.step > beat.start_step and limits.hang_s is not None:
-            return limits.hang_s, "restart.hang_timeout_s"
-        return limits.first_step_s, "restart.first_step_timeout_s"
+        if beat.step > beat.start_step and limits.hang_timeout_s is not None:
+            return limits.hang_timeout_s, "restart.hang_timeout_s"
+        return limits.first_step_timeout_s, "restart.first_step_timeout_s"
 
     def _is_derived(self, beat: Heartbeat) -> bool:
         """Return whether the limit comes from the run's own step times."""
-        has_times = self._limits.hang_s is None and len(self._step_times) >= _MIN_SAMPLES
+        has_times = self._limits.hang_timeout_s is None and len(self._step_times) >= _MIN_SAMPLES
         return has_times and beat.phase is Phase.TRAINING and beat.step > beat.start_step
 
     def _is_unwatched_start(self, beats: Sequence[Heartbeat]) -> bool:

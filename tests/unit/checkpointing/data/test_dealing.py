@@ -140,7 +140,7 @@ def test_samples_that_ranks_cannot_share_equally_are_dealt_as_evenly_as_possible
                 [
                     sample
                     for index, batch in enumerate(batches[number * now.accumulation : (number + 1) * now.accumulation])
-                    if not sampler.is_filler(number * now.accumulation + index)
+                    if number * now.accumulation + index not in sampler.fillers
                     for sample in batch
                 ]
                 for sampler, batches in zip(samplers, drawn, strict=True)

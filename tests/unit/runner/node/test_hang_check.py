@@ -12,10 +12,11 @@ from helpers.node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeRanks, bea
 
 from checkpointing.agent.events import Event
 from checkpointing.host.heartbeat import Phase
+from runner.config.schema import RestartConfig
 from runner.journal.events import HangFound
 from runner.node import hang_check
 from runner.node.hang_check import HangCheck, LauncherCheck, Overdue, dump_stacks
-from runner.ranks.watchdog import HangLimits, Watchdog
+from runner.ranks.watchdog import Watchdog
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 
@@ -36,7 +37,11 @@ class Bench:
         display: Any = self.display
         helpers: Any = self.helpers
         self.check = HangCheck(
-            Watchdog(HangLimits(20.0, 20.0, 60.0), watch_start=True, now=self.host.now),
+            Watchdog(
+                RestartConfig(hang_timeout_s=20.0, first_step_timeout_s=20.0, quiet_timeout_s=60.0),
+                watch_start=True,
+                now=self.host.now,
+            ),
             ranks=self.ranks,
             helpers=helpers,
             display=display,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from checkpointing.host.heartbeat import Heartbeat, Phase
-from runner.ranks.watchdog import Hang, HangLimits, StoppedProcesses, Watchdog
+from runner.config.schema import RestartConfig
+from runner.ranks.watchdog import Hang, StoppedProcesses, Watchdog
 
-LIMITS = HangLimits(hang_s=None, first_step_s=100.0, quiet_s=50.0)
+LIMITS = RestartConfig(hang_timeout_s=None, first_step_timeout_s=100.0, quiet_timeout_s=50.0)
 
 
 class Ranks:
     """Two ranks that are looked at twice a second."""
 
-    def __init__(self, limits: HangLimits = LIMITS, *, watch_start: bool = True) -> None:
+    def __init__(self, limits: RestartConfig = LIMITS, *, watch_start: bool = True) -> None:
         self.now = 1000.0
         self.watchdog = Watchdog(limits, watch_start=watch_start, now=self.now)
         self.beats = [Heartbeat(Phase.STARTING, 0, 0.0, 0, 0.0) for _ in range(2)]
@@ -72,8 +73,10 @@ def test_a_later_attempt_may_be_more_patient() -> None:
     assert hang is not None and "4 x (3 x the 99th percentile" in hang.reason and ranks.watchdog.patience_used_up
 
 
-@pytest.mark.parametrize(("phase", "limits"), [(Phase.SAVING, LIMITS), (Phase.TRAINING, HangLimits(3.0, 100.0, 50.0))])
-def test_patience_is_for_the_limit_of_steps_that_nobody_has_set(phase: Phase, limits: HangLimits) -> None:
+@pytest.mark.parametrize(
+    ("phase", "limits"), [(Phase.SAVING, LIMITS), (Phase.TRAINING, LIMITS.model_copy(update={"hang_timeout_s": 3.0}))]
+)
+def test_patience_is_for_the_limit_of_steps_that_nobody_has_set(phase: Phase, limits: RestartConfig) -> None:
     ranks = Ranks(limits)
     ranks.watchdog.patience = 4.0
     ranks.train(10, 1.0)
@@ -143,7 +146,7 @@ def test_the_first_steps_may_take_long() -> None:
 
 
 def test_a_fixed_limit_goes_before_the_measured_one() -> None:
-    ranks = Ranks(HangLimits(hang_s=30.0, first_step_s=100.0, quiet_s=50.0))
+    ranks = Ranks(LIMITS.model_copy(update={"hang_timeout_s": 30.0}))
     ranks.train(10, 0.5)
     assert ranks.wait(28.0) is None
     hang = ranks.wait(3.0)
