@@ -86,16 +86,11 @@ class StreamBatches(IterableDataset):  # type: ignore[type-arg]
         shuffle_samples: int | None = None,
         beginning: Mapping[str, Any] | None = None,
     ) -> None:
-        """Read a data set in batches.
+        """Read a data set, which has `state_dict` and `load_state_dict`, such as `datasets.IterableDataset`.
 
-        Args:
-            dataset: An iterable with `state_dict` and `load_state_dict`, such as `datasets.IterableDataset`.
-            batch_size: Samples per micro-batch.
-            rank: This process among those that share each global batch.
-            world_size: Number of those processes.
-            seed: Seed of the order within a block.
-            shuffle_samples: Samples per block that are shuffled; None keeps the stream's own order.
-            beginning: The stream's state at the beginning of an epoch; None takes the present one.
+        The rank is one of those that share each global batch. The stream's own order is kept where `shuffle_samples`,
+        the samples per block that are shuffled, is None; its present state is that at the beginning of an epoch where
+        `beginning` is None.
 
         Raises:
             CheckpointError: JSON cannot hold the stream's state.

@@ -265,10 +265,11 @@ class ResilientCheckpoint(Checkpoint):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Note the value by which the best checkpoint is chosen."""
-        value = trainer.callback_metrics.get(self._best_metric) if self._best_metric else None
-        if self._manager is not None and value is not None and not trainer.sanity_checking:
-            assert self._best_metric is not None
-            self._metrics = {self._best_metric: float(value)}
+        name = self._best_metric
+        if self._manager is None or not name or trainer.sanity_checking:
+            return
+        if (value := trainer.callback_metrics.get(name)) is not None:
+            self._metrics = {name: float(value)}
 
     def _save_if_due(self) -> None:
         manager, due, step = self._manager, self._due, self._loop.step

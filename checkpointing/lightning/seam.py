@@ -8,37 +8,33 @@ from checkpointing.host.private_names import PrivateAttribute, PrivateMethod, Se
 
 _LOOPS = "lightning.pytorch.loops"
 _CONNECTORS = "lightning.pytorch.trainer.connectors"
+_RESTORING = f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector"
+_LOGGING = f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector"
 _INSTEAD = "use CheckpointManager in a loop of your own"
+
+
+def _attributes(owner: str, *names: str) -> tuple[PrivateAttribute, ...]:
+    return tuple(PrivateAttribute(owner, name) for name in names)
+
 
 LIGHTNING = Seam(
     "lightning",
     "2.6.0",
     "2.6.6",
     (
-        *(
-            PrivateAttribute("lightning.pytorch:Trainer", name)
-            for name in ("_logger_connector", "_checkpoint_connector", "_signal_connector")
-        ),
+        *_attributes("lightning.pytorch:Trainer", "_logger_connector", "_checkpoint_connector", "_signal_connector"),
         # The loops' progress, and the loaders that they draw from.
-        PrivateAttribute(f"{_LOOPS}.loop:_Loop", "_restarting"),
-        PrivateAttribute(f"{_LOOPS}.fit_loop:_FitLoop", "_data_fetcher"),
-        PrivateAttribute(f"{_LOOPS}.fit_loop:_FitLoop", "_combined_loader"),
-        PrivateAttribute(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop", "_results"),
+        *_attributes(f"{_LOOPS}.loop:_Loop", "_restarting"),
+        *_attributes(f"{_LOOPS}.fit_loop:_FitLoop", "_data_fetcher", "_combined_loader"),
+        *_attributes(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop", "_results"),
         PrivateMethod(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop", "reset"),
         # What is restored in place of a checkpoint of Lightning's own.
-        PrivateAttribute(f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector", "_loaded_checkpoint"),
-        PrivateMethod(f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector", "restore_training_state"),
-        PrivateAttribute(f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector", "resume_start"),
-        PrivateAttribute(f"{_CONNECTORS}.signal_connector:_SignalConnector", "received_sigterm"),
+        *_attributes(_RESTORING, "_loaded_checkpoint", "resume_start"),
+        PrivateMethod(_RESTORING, "restore_training_state"),
+        *_attributes(f"{_CONNECTORS}.signal_connector:_SignalConnector", "received_sigterm"),
         # Values logged since the epoch began.
-        *(
-            PrivateAttribute(f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector", name)
-            for name in ("_first_loop_iter", "_current_fx", "_callback_metrics", "_logged_metrics")
-        ),
-        *(
-            PrivateAttribute(f"{_CONNECTORS}.logger_connector.result", name)
-            for name in ("_Metadata", "_ResultMetric", "_Sync")
-        ),
+        *_attributes(_LOGGING, "_first_loop_iter", "_current_fx", "_callback_metrics", "_logged_metrics"),
+        *_attributes(f"{_CONNECTORS}.logger_connector.result", "_Metadata", "_ResultMetric", "_Sync"),
     ),
     _INSTEAD,
 )
@@ -46,11 +42,7 @@ TORCHMETRICS = Seam(
     "torchmetrics",
     "1.9.0",
     "1.9.0",
-    (
-        PrivateAttribute("torchmetrics:Metric", "_update_count"),
-        PrivateAttribute("torchmetrics:Metric", "_computed"),
-        PrivateAttribute("torchmetrics:Metric", "_defaults"),
-    ),
+    _attributes("torchmetrics:Metric", "_update_count", "_computed", "_defaults"),
     _INSTEAD,
 )
 

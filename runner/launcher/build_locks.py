@@ -54,12 +54,8 @@ def remove_abandoned(folder: Path, *, since: float, now: float) -> list[Path]:
 
     A lock is abandoned if no process of this machine has it open and it is either as new as this node's last attempt,
     whose processes are gone, or too old for a build that cannot be seen from here. In a folder that machines share,
-    only the age counts.
-
-    Args:
-        folder: Where torch builds extensions.
-        since: When the last attempt on this node began, in seconds since the epoch; infinity if there was none.
-        now: The time of that clock.
+    only the age counts. The last attempt on this node began at `since`, in seconds since the epoch; infinity if there
+    was none.
     """
     try:
         # One folder per extension; by default, in one per version of Python and CUDA.

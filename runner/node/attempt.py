@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +13,8 @@ from runner.journal.events import BestModel, RankStarted, Record
 from runner.node.agent_events import AgentEvents
 from runner.node.attempt_end import GracefulStop, failure_of, storage_failed
 from runner.node.hang_check import HangCheck, LauncherCheck, dump_stacks
-from runner.node.helper_processes import LauncherHelper
-from runner.node.helpers import KILL_TIMEOUT_S, Helpers
+from runner.node.helper_processes import KILL_TIMEOUT_S, LauncherHelper
+from runner.node.helpers import Helpers
 from runner.ranks.output import OutputRelay
 from runner.ranks.watch import (
     BestModelWritten,
@@ -175,7 +173,7 @@ class Attempt:
         """Handle what has happened: a death, a hang, a lost helper process, a stop request."""
         launcher, now = self._helpers.launcher, self._host.monotonic()
         assert launcher is not None
-        self._launcher_check.skip(self._helpers.turn(now))
+        self._launcher_check.skip(self._helpers.pulse.turn(now))
         self._host.reap_old(self._helpers.pids)
         if self.graceful.signalled and not self._stop:
             # An earlier death has to be known.
@@ -240,9 +238,7 @@ class Attempt:
         overdue = self._launcher_check.look(now, killed=self._kill_at is not None and now >= self._kill_at)
         if overdue is None or self.result is not None:
             return
-        launcher.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.wait(KILL_TIMEOUT_S)
+        launcher.end()
         self.result = {"finished": overdue.finished, "failures": [], "launcher_lost": not overdue.over}
         if not overdue.over and self._verdict is None:
             self._verdict = Failure(FailureKind.LAUNCHER_LOST, overdue.cause)

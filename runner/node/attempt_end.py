@@ -115,18 +115,10 @@ def failure_of(
 ) -> Failure:
     """Return why an attempt ended on this node; the kind of a good end is not a failure. Pure.
 
-    Args:
-        launcher_result: The launcher's last message, or one in its place for a launcher that was lost.
-        rank_ends: How the failed ranks ended, in the order of their deaths.
-        start_step: Step that it started from.
-        step: Last step that it finished.
-        kernel_oom_kills: Processes that the kernel killed meanwhile for lack of memory.
-        verdict: Why this runner ended the attempt; None if it did not.
-        failed_saves: Failed saves of a tier in a row, and why the last one failed.
-        max_failed_saves: How many of them are a failure; None if none are.
-        script_signalled: Whether a script without checkpoints of ours was sent SIGTERM.
-        asked: Ranks that were asked to stop by something other than the runner.
-        stop_known: Whether the runner was asked to stop, or another node may have been.
+    The launcher's result is its last message, or one in its place for a launcher that was lost. The `verdict` is why
+    this runner ended the attempt, if it did. `failed_saves` are those of a tier in a row, and why the last one failed.
+    With `script_signalled`, a script without checkpoints of ours was sent SIGTERM; ranks in `asked` were asked to stop
+    by something other than the runner; with `stop_known`, the runner was, or another node may have been.
     """
     finished = bool(launcher_result["finished"])
     if storage_failed(failed_saves, max_failed_saves) and not finished:

@@ -64,11 +64,7 @@ class HangCheck:
     def look(self, beats: Sequence[Heartbeat], now: float, *, others_busy: bool, ending: bool) -> Failure | None:
         """Find what hangs; write the ranks' stacks if it is a rank, and kill a helper process that was stopped.
 
-        Args:
-            beats: The newest heartbeat of each rank of this node.
-            now: Monotonic seconds.
-            others_busy: Whether a rank of another node is legitimately not computing steps.
-            ending: Whether the launcher has reported; ranks are not examined any more.
+        With `ending`, the launcher has reported, and ranks are not examined any more.
         """
         ranks, stopped = self._ranks, self._find_stopped(now)
         if _AGENT in stopped or _LAUNCHER in stopped:

@@ -34,12 +34,8 @@ def start_check(output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]
 class HealthCheck:
     """Checks the GPUs in a process of its own, which gives their memory back when it ends.
 
-    Args:
-        on_fault: Called with what is wrong, before the error is raised.
-        loop: Runs meanwhile: other nodes expect signs of life.
-        stop: Ends the check.
-        host: Its clock.
-        start: Starts the process; by default the real one.
+    `on_fault` is called with what is wrong, before the error is raised. The loop runs meanwhile: other nodes expect
+    signs of life.
     """
 
     def __init__(

@@ -28,6 +28,8 @@ from runner.system import processes
 _HELLO_TIMEOUT_S = 60.0
 # Seconds for a message of an agent that has ended: what it has sent is there already.
 _LAST_S = 1.0
+# Seconds. SIGKILL ends a process at once, unless the kernel holds it: a hung driver, a dead file server.
+KILL_TIMEOUT_S = 30.0
 
 
 class HelperProcess:
@@ -60,13 +62,11 @@ class HelperProcess:
         """Send SIGKILL."""
         self.popen.kill()
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the end of the process.
-
-        Raises:
-            subprocess.TimeoutExpired: It has not ended.
-        """
-        self.popen.wait(timeout_s)
+    def end(self) -> None:
+        """Send SIGKILL, and wait for the end, unless the kernel holds the process."""
+        self.popen.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(KILL_TIMEOUT_S)
 
     def send(self, message: Message) -> None:
         """Send a request; if the process is dead, the event loop notices."""
@@ -135,13 +135,7 @@ class LauncherHelper(HelperProcess):
     """The launcher: a process that has loaded torch and starts the ranks of one attempt after the other."""
 
     def __init__(self, environment: dict[str, str], log: Path, temporary: Path) -> None:
-        """Start a launcher.
-
-        Args:
-            environment: Its environment, which the ranks inherit.
-            log: File for torchrun's log.
-            temporary: Folder for its temporary files, which the caller removes.
-        """
+        """Start a launcher, whose environment the ranks inherit; the caller removes its `temporary` files."""
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # multiprocessing's tracker removes the semaphores of killed ranks, and would print a warning for each.
         warnings = [environment.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]

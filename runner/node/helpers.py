@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +27,6 @@ _LAUNCHER_TIMEOUT_S = 600.0
 _NO_PROGRESS = {"pong", StorageRetried.name, RestartStateFailed.name}
 # Seconds beyond the grace period of a stop request: a complete snapshot is worth a short wait.
 _AGENT_HURRY_S = 5.0
-# Seconds. SIGKILL ends a process at once, unless the kernel holds it: a hung driver, a dead file server.
-KILL_TIMEOUT_S = 30.0
 
 
 class Helpers:
@@ -40,6 +37,7 @@ class Helpers:
         launcher: The launcher; None while there is none.
         accelerators: GPUs that torch sees in the launcher; None until the launcher has reported.
         torch_has_cuda: Whether the launcher's torch was built for CUDA.
+        pulse: When the agent was pinged, and what it said.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Helpers:
         self.launcher: LauncherHelper | None = None
         self.accelerators: int | None = None
         self.torch_has_cuda = self._warm = self._is_preparing = self._attempt_over = False
-        self._pulse = AgentPulse(quiet_timeout_s, host.monotonic())
+        self.pulse = AgentPulse(quiet_timeout_s, host.monotonic())
 
     def ensure(self) -> None:
         """Start the agent and the launcher unless they are running; return early if a stop is requested.
@@ -86,7 +84,7 @@ class Helpers:
         if self.agent is None:
             self.agent = self._start_agent(self._cancelled)
             self._loop.register(self.agent.sock, self._on_agent)
-            self._pulse.answered(self._host.monotonic())
+            self.pulse.answered(self._host.monotonic())
         deadline = self._host.monotonic() + _LAUNCHER_TIMEOUT_S
         while self.accelerators is None and not self._stop:
             self._loop.pump(_SOON_S)
@@ -132,23 +130,13 @@ class Helpers:
         """Process ids of the agent and the launcher."""
         return {helper.pid for helper in (self.agent, self.launcher) if helper is not None}
 
-    def turn(self, now: float) -> float:
-        """Begin a turn of the loop; see `AgentPulse.turn`."""
-        return self._pulse.turn(now)
-
-    def begin_turns(self) -> None:
-        """Restart the agent's time to answer: no ping was sent for a while."""
-        self._pulse.restart(self._host.monotonic())
-
     def ping_agent(self, now: float) -> None:
         """Ping the agent every 2 s, and kill it if it does not answer in time."""
         assert self.agent is not None
-        if self._pulse.ping_due(now):
+        if self.pulse.ping_due(now):
             self.agent.request("ping")
-        if self._pulse.is_silent(now) and self.agent.alive:
-            self.agent.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.agent.wait(KILL_TIMEOUT_S)
+        if self.pulse.is_silent(now) and self.agent.alive:
+            self.agent.end()
 
     def end_attempt(self, on_timeout: Callable[[float], None]) -> None:
         """Wait until the agent has handled all messages of an attempt's ranks; see `wait_for_agent`."""
@@ -163,15 +151,15 @@ class Helpers:
         then `on_timeout` is called with the seconds waited.
         """
         assert self.agent is not None
-        self.begin_turns()
         began = self._host.monotonic()
-        self._pulse.progressed(began)
+        self.pulse.restart(began)
+        self.pulse.progressed(began)
         while self.agent.alive and not done():
             self._loop.pump(_SOON_S)
             now = self._host.monotonic()
-            self.turn(now)
+            self.pulse.turn(now)
             self.ping_agent(now)
-            deadline = self._pulse.give_up_at
+            deadline = self.pulse.give_up_at
             if self._stop:
                 over_at = self._stop.over_at(self._grace_s)
                 deadline = min(deadline, max(over_at, min(began, over_at) + _AGENT_HURRY_S))
@@ -252,10 +240,10 @@ class Helpers:
     def _take_from_agent(self, message: Message) -> None:
         name = message.pop("event", None)
         if name is not None and name not in _NO_PROGRESS:
-            self._pulse.progressed(self._host.monotonic())
+            self.pulse.progressed(self._host.monotonic())
         match name:
             case protocol.PONG:
-                self._pulse.answered(self._host.monotonic())
+                self.pulse.answered(self._host.monotonic())
             case protocol.ATTEMPT_OVER:
                 self._attempt_over = True
             case str() if name != protocol.ATTEMPT_BEGUN:

@@ -67,20 +67,8 @@ class Node:
     ) -> None:
         """Prepare; nothing is started.
 
-        Args:
-            config: The resolved configuration.
-            directory: The run's folder.
-            job: What runs.
-            run_id: Identity of the run.
-            display: The console.
-            record: Appends an event to the journal.
-            clock: The journal's clock.
-            loop: The event loop.
-            stop: Whether the run was asked to stop.
-            runtime: A folder for sockets, which the caller removes.
-            check_gpus: Called when GPUs are found; raises `GpuFaulty` if they cannot be trusted.
-            host: The operating system; the real one by default.
-            starter: Starts the agent and the launcher; by default real ones, as configured.
+        Sockets are in `runtime`, a folder that the caller removes. `check_gpus` is called when GPUs are found, and
+        raises `GpuFaulty` if they cannot be trusted. The host and the starter of helpers are real ones by default.
         """
         self._config, self._directory, self._job, self.run_id = config, directory, job, run_id
         self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
@@ -231,7 +219,7 @@ class Node:
             host=self._host,
             read_rank_messages=self._on_rank_events,
         )
-        self._helpers.begin_turns()
+        self._helpers.pulse.restart(self._host.monotonic())
         self.checkpoints.begin_attempt(spec.attempt)
         fetch = self.has_state or not spec.held
         agent.request("begin_attempt", attempt=spec.attempt, fetch=fetch, commits=self.leads)

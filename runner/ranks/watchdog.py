@@ -75,8 +75,7 @@ class Watchdog:
         Args:
             beats: The newest heartbeat of each rank, in the order of their local ranks.
             now: Monotonic seconds.
-            others_busy: Whether a rank of another node is legitimately not computing steps; ranks here may be waiting
-                for it.
+            others_busy: Whether a rank of another node, for which ranks here may be waiting, is `busy`.
         """
         self._keep_time(beats, now)
         for slot, beat in enumerate(beats):

@@ -99,7 +99,7 @@ class Bench:
 
     def turn(self, seconds: float = 0.5, *, others_busy: bool = False) -> None:
         self.host.now += seconds
-        self.helpers._pulse.answered(self.host.now)
+        self.helpers.pulse.answered(self.host.now)
         self.attempt.turn(others_busy=others_busy)
 
     def turns(self, seconds: float, each: Callable[[], None] = lambda: None) -> None:

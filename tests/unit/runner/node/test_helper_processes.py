@@ -123,10 +123,7 @@ def test_requests_and_heartbeats(agent: FakeAgent) -> None:
 def test_the_process_of_an_agent(agent: FakeAgent) -> None:
     helper = agent.connect()
     assert (helper.alive, helper.pid, helper.returncode) == (True, agent.child.pid, None)
-    with pytest.raises(subprocess.TimeoutExpired):
-        helper.wait(0.001)
-    helper.kill()
-    helper.wait(5.0)
+    helper.end()
     assert (helper.alive, helper.returncode) == (False, -signal.SIGKILL)
     agent.ours.close()
     helper.request("ping")
@@ -175,10 +172,7 @@ def test_how_a_launcher_is_started(started: list[tuple[list[str], dict[str, Any]
 def test_the_process_of_a_launcher() -> None:
     launcher = make_launcher()
     assert launcher.alive and launcher.pid == launcher.popen.pid
-    with pytest.raises(subprocess.TimeoutExpired):
-        launcher.wait(0.001)
-    launcher.kill()
-    launcher.wait(5.0)
+    launcher.end()
     assert (launcher.alive, launcher.returncode) == (False, -signal.SIGKILL)
     launcher.send({"attempt": 1})
     launcher.close()

@@ -110,11 +110,11 @@ def test_a_stop_ends_the_wait_for_the_launcher() -> None:
 def test_an_agent_that_does_not_answer_is_killed(quiet_timeout_s: float, limit_s: float) -> None:
     bench = Bench(quiet_timeout_s)
     bench.ensure()
-    bench.helpers.begin_turns()
+    bench.helpers.pulse.restart(bench.host.now)
     began = bench.host.now
     while bench.agents[0].alive:
         bench.host.now += 1.0
-        bench.helpers.turn(bench.host.now)
+        bench.helpers.pulse.turn(bench.host.now)
         bench.helpers.ping_agent(bench.host.now)
     assert limit_s < bench.host.now - began <= limit_s + 2
     assert bench.agents[0].requests.count("ping") == pytest.approx(limit_s / 2, abs=2)
@@ -123,9 +123,9 @@ def test_an_agent_that_does_not_answer_is_killed(quiet_timeout_s: float, limit_s
 def test_a_suspended_node_does_not_blame_its_agent() -> None:
     bench = Bench()
     bench.ensure()
-    bench.helpers.begin_turns()
+    bench.helpers.pulse.restart(bench.host.now)
     bench.host.now += 4000.0
-    assert bench.helpers.turn(bench.host.now) == pytest.approx(4000.0)
+    assert bench.helpers.pulse.turn(bench.host.now) == pytest.approx(4000.0)
     bench.helpers.ping_agent(bench.host.now)
     assert bench.agents[0].alive
 
@@ -147,7 +147,7 @@ def test_an_agent_that_only_complains_gets_nowhere(message: dict[str, Any], is_p
 
     def answer() -> None:
         bench.answer(message)
-        bench.helpers._pulse.answered(bench.host.now)
+        bench.helpers.pulse.answered(bench.host.now)
 
     bench.loop.plan += [answer] * 13_000  # 650 s
     drained = bench.helpers.wait_for_agent(lambda: bench.host.now > 1640.0, bench.timeouts.append)
