@@ -28,13 +28,7 @@ _MAX_DEPTH = 2
 _MAX_ITEMS = 64
 _CONTAINERS = (list, tuple, dict)
 _SIMPLE = (int, float, str, bool, type(None))
-_NUMPY_BIT_GENERATORS = (
-    np.random.MT19937,
-    np.random.PCG64,
-    np.random.PCG64DXSM,
-    np.random.Philox,
-    np.random.SFC64,
-)
+_NUMPY_BIT_GENERATORS = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 # get_bit_generator and set_bit_generator are missing in numpy's stubs.
 _NUMPY: Any = np.random
 _SPARE_BIT_GENERATOR = np.random.MT19937()
@@ -212,11 +206,9 @@ def batch_seed(seed: int, epoch: int, number: int, rank: int) -> int:
 
 @contextlib.contextmanager
 def drawing_by(seed: int, *owners: object) -> Iterator[None]:
-    """Seed the host's generators for the duration of the context, and restore them afterwards.
+    """Seed Python's, numpy's and torch's CPU generators for the duration of the context; restore them afterwards.
 
-    Args:
-        seed: Seed of Python's, numpy's and torch's CPU generators.
-        owners: Objects whose own generators are seeded as well; those are not restored.
+    Generators that `owners` hold are seeded as well, and not restored.
     """
     python, cpu = random.getstate(), torch.random.get_rng_state()
     # Copying numpy's words back and forth is slow, and this runs once per batch: the bit generator is exchanged for

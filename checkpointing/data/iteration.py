@@ -13,13 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 
-from checkpointing.data.generators import (
-    generator_state,
-    generators_of,
-    new_generator,
-    set_generator_state,
-    with_seed,
-)
+from checkpointing.data.generators import generator_state, generators_of, new_generator, set_generator_state, with_seed
 from checkpointing.data.position import EpochStart, Position
 from checkpointing.errors import CheckpointError
 from checkpointing.process import rng
@@ -174,8 +168,8 @@ class SamplerState:
     """
 
     def __init__(self, sampler: Any) -> None:
-        """Look for the samplers inside `sampler`; the counters' values now are those of a fresh process."""
         self._samplers = list(_chain(sampler))
+        # The values in a fresh process.
         self._baseline = _counters(self._samplers)
 
     @property

@@ -175,13 +175,10 @@ class OrderDigest:
 
 
 def check_order(recorded: Position, digest: str, name: str, other_ranks: tuple[int, int] | None = None) -> None:
-    """Compare the digest of a replayed order with the recorded one.
+    """Compare the digest of an order that was replayed up to a recorded position with the one that is recorded there.
 
-    Args:
-        recorded: The position that the order was replayed up to.
-        digest: Of the replayed batches.
-        name: Of what gives the order, for messages.
-        other_ranks: Numbers of ranks then and now, where they differ.
+    For messages, `name` is that of what gives the order, and `other_ranks` the numbers of ranks then and now, where
+    they differ.
 
     Raises:
         CheckpointError: The batches are others than those that training has used.

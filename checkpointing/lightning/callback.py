@@ -144,7 +144,6 @@ class ResilientCheckpoint(Checkpoint):
             manager.restoring.restore_states(point, {"lightning"})
             replace_restoring(trainer, functools.partial(self._restore_training, point))
         self._loaders = FollowedLoaders(trainer, manager, manager.positions_in(point) if point is not None else [])
-        self._loaders.install()
         self._due, self._metrics = None, {}
         self._handlers = {number: signal.getsignal(number) for number in stop_signal.SIGNALS}
         warn_of_draws(pl_module)

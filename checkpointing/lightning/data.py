@@ -17,17 +17,17 @@ class FollowedLoaders:
     """Attaches a cursor to each training loader when Lightning prepares it, just before the first batch is drawn."""
 
     def __init__(self, trainer: Any, manager: CheckpointManager, positions: Sequence[Mapping[str, Any]]) -> None:
-        """Prepare; `positions` are those of the checkpoint that is resumed, in the loaders' order."""
+        """Have the strategy, through which Lightning passes every loader, attach cursors; `remove` undoes it.
+
+        The positions are those of the checkpoint that is resumed, in the loaders' order.
+        """
         self._trainer, self._manager, self._positions = trainer, manager, positions
         self._cursors: list[LoaderCursor] = []
-
-    def install(self) -> None:
-        """Have the strategy, through which Lightning passes every loader, attach cursors."""
         # There is no hook between the creation of the loaders and that of their iterators.
-        self._trainer.strategy.process_dataloader = self._process
+        trainer.strategy.process_dataloader = self._process
 
     def remove(self) -> None:
-        """Undo `install`."""
+        """Leave the strategy as it was."""
         vars(self._trainer.strategy).pop("process_dataloader", None)
 
     def _process(self, dataloader: Any) -> Any:

@@ -157,13 +157,8 @@ class LightningLoopState:
     def _forget_restart(self) -> None:
         fit_loop = self._trainer.fit_loop
         epoch_loop = fit_loop.epoch_loop
-        for loop in (
-            fit_loop,
-            epoch_loop,
-            epoch_loop.automatic_optimization,
-            epoch_loop.manual_optimization,
-            epoch_loop.val_loop,
-        ):
+        inner = (epoch_loop.automatic_optimization, epoch_loop.manual_optimization, epoch_loop.val_loop)
+        for loop in (fit_loop, epoch_loop, *inner):
             # The property would decide otherwise where steps are limited.
             loop._restarting = False
 

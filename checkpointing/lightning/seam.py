@@ -29,8 +29,9 @@ LIGHTNING = Seam(
         *_attributes(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop", "_results"),
         PrivateMethod(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop", "reset"),
         # What is restored in place of a checkpoint of Lightning's own.
-        *_attributes(_RESTORING, "_loaded_checkpoint", "resume_start"),
+        PrivateAttribute(_RESTORING, "_loaded_checkpoint"),
         PrivateMethod(_RESTORING, "restore_training_state"),
+        PrivateAttribute(_RESTORING, "resume_start"),
         *_attributes(f"{_CONNECTORS}.signal_connector:_SignalConnector", "received_sigterm"),
         # Values logged since the epoch began.
         *_attributes(_LOGGING, "_first_loop_iter", "_current_fx", "_callback_metrics", "_logged_metrics"),

@@ -52,7 +52,6 @@ class Signal:
     """
 
     def __init__(self) -> None:
-        """Create an event that is not set."""
         self._reader, self._writer = multiprocessing.Pipe(duplex=False)
 
     def __getstate__(self) -> Any:

@@ -33,12 +33,7 @@ KILL_TIMEOUT_S = 30.0
 
 
 class HelperProcess:
-    """A process that this runner started, and the connection over which it takes requests and reports.
-
-    Attributes:
-        popen: The process.
-        sock: The connection.
-    """
+    """A process that this runner started, and the socket over which it takes requests and reports."""
 
     popen: subprocess.Popen[bytes]
     sock: socket.socket

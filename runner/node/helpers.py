@@ -47,6 +47,7 @@ class Helpers:
         start_launcher: Callable[[], LauncherHelper],
         on_agent: Callable[[Event], None],
         on_launcher: Callable[[Message], None],
+        on_agent_timeout: Callable[[float], None],
         check_gpus: Callable[[], None] = lambda: None,
         grace_s: float,
         quiet_timeout_s: float,
@@ -58,9 +59,10 @@ class Helpers:
 
         `start_agent` calls its argument while it waits, and gives up once that is true. `check_gpus` is called when the
         launcher has found GPUs. An agent is killed after `quiet_timeout_s` without an answer (120 at most).
+        `on_agent_timeout` is called if one was waited for in vain, for so many seconds.
         """
         self._start_agent, self._start_launcher = start_agent, start_launcher
-        self._handle_agent, self._handle_launcher = on_agent, on_launcher
+        self._handle_agent, self._handle_launcher, self._on_timeout = on_agent, on_launcher, on_agent_timeout
         self._check_gpus, self._grace_s = check_gpus, grace_s
         self._loop, self._stop, self._host = loop, stop, host
         self.agent: AgentHelper | None = None
@@ -138,17 +140,16 @@ class Helpers:
         if self.pulse.is_silent(now) and self.agent.alive:
             self.agent.end()
 
-    def end_attempt(self, on_timeout: Callable[[float], None]) -> None:
+    def end_attempt(self) -> None:
         """Wait until the agent has handled all messages of an attempt's ranks; see `wait_for_agent`."""
         self._attempt_over = False
         self.request_agent("end_attempt")
-        self.wait_for_agent(lambda: self._attempt_over, on_timeout)
+        self.wait_for_agent(lambda: self._attempt_over)
 
-    def wait_for_agent(self, done: Callable[[], bool], on_timeout: Callable[[float], None]) -> bool:
+    def wait_for_agent(self, done: Callable[[], bool]) -> bool:
         """Wait until `done()`, or until the agent has exited; return whether it is done, or the status is 0.
 
-        An agent that makes no progress is killed after 10 minutes, or 5 s after the grace period of a stop request;
-        then `on_timeout` is called with the seconds waited.
+        An agent that makes no progress is killed after 10 minutes, or 5 s after the grace period of a stop request.
         """
         assert self.agent is not None
         began = self._host.monotonic()
@@ -165,7 +166,7 @@ class Helpers:
                 deadline = min(deadline, max(over_at, min(began, over_at) + _AGENT_HURRY_S))
             if now > deadline:
                 self.agent.kill()
-                on_timeout(now - began)
+                self._on_timeout(now - began)
                 return False
         return done() or self.agent.returncode == 0
 
@@ -176,18 +177,15 @@ class Helpers:
             keep |= _needed_by(self.launcher.pid)
         return [process for process in self._host.descendants() if process.pid not in keep]
 
-    def close(self, on_timeout: Callable[[float], None]) -> bool:
-        """End both processes, the agent once all snapshots are committed; return whether they are.
-
-        If the agent had to be killed, `on_timeout` is called with the seconds waited.
-        """
+    def close(self) -> bool:
+        """End both processes, the agent once all snapshots are committed; return whether they are."""
         drained = True
         if self.launcher is not None:
             self._loop.unregister(self.launcher.sock)
             self.launcher.close()
         if self.agent is not None:
             self.agent.request("shutdown")
-            drained = self.wait_for_agent(lambda: False, on_timeout)
+            drained = self.wait_for_agent(lambda: False)
             self._close_agent()
         self.launcher = None
         return drained

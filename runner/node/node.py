@@ -86,6 +86,7 @@ class Node:
             start_launcher=starter.start_launcher,
             on_agent=self.checkpoints.handle,
             on_launcher=self._on_launcher,
+            on_agent_timeout=self._on_agent_timeout,
             check_gpus=check_gpus,
             grace_s=config.restart.grace_s,
             quiet_timeout_s=config.restart.quiet_timeout_s,
@@ -151,7 +152,7 @@ class Node:
     def close(self) -> bool:
         """Wait until all snapshots are committed, then end all processes; returns whether all are committed."""
         self._loop.unregister(self._events.sock)
-        drained = self._helpers.close(self._on_agent_timeout)
+        drained = self._helpers.close()
         self._host.kill_all(self._host.descendants)
         self._events.close()
         return drained
@@ -161,9 +162,7 @@ class Node:
     def run_attempt(self, spec: AttemptSpec, each_turn: Callable[[], None] = lambda: None) -> AttemptResult:
         """Run an attempt until no process of it is left; returns how it ended.
 
-        Args:
-            spec: What it is to be.
-            each_turn: Called about twice per second and after every event; may call `end_attempt`.
+        `each_turn` is called about twice per second and after every event; it may call `end_attempt`.
         """
         attempt = self._attempt = self._begin(spec)
         attempt.hangs.watchdog.patience = self._patience
@@ -174,7 +173,7 @@ class Node:
             self.checkpoints.show_heartbeats(attempt.heartbeats(), self._host.monotonic())
         self.checkpoints.show_heartbeats(attempt.heartbeats(), self._host.monotonic())
         attempt.close()
-        self._helpers.end_attempt(self._on_agent_timeout)
+        self._helpers.end_attempt()
         result = attempt.conclude(self._clock.at)
         self._attempt, self._patience = None, attempt.hangs.next_patience
         return replace(result, failure=self._choose_start_method(result.failure))

@@ -27,12 +27,7 @@ _MOST_WAITING_BYTES = 1 << 20
 
 
 class _Queue:
-    """What waits for a terminal or a pipe, and the thread that writes it there.
-
-    Attributes:
-        changed: To be held while the queue is looked at.
-        nbytes: What waits.
-    """
+    """What waits for a terminal or a pipe, and the thread that writes it there; `changed` is held to look at it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

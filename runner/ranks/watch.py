@@ -91,13 +91,9 @@ _ANY_MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Fiel
 
 
 class RankEvents:
-    """A datagram socket on which the ranks report.
+    """A datagram socket on which the ranks report, at `path`, and which does not block.
 
     Any process of the same user can write to it, so each datagram is validated; others are dropped.
-
-    Attributes:
-        path: Path of the socket.
-        sock: The socket, which does not block.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -190,11 +186,7 @@ class RankWatch:
                 signal.pidfd_send_signal(pidfd, number)
 
     def ends(self, failures: list[Message]) -> list[RankEnd]:
-        """Return how the failed ranks ended, from their deaths, error files and messages.
-
-        Args:
-            failures: The launcher's report: `rank`, `exit_code` and `error_file` of each failed rank.
-        """
+        """Return how the failed ranks ended, from their deaths, error files, messages and the launcher's report."""
         exit_codes = {int(failure["rank"]): failure["exit_code"] for failure in failures}
         files = {**{int(f["rank"]): f["error_file"] for f in failures}, **self.error_files}
         order = [rank for rank in self.deaths if rank not in self.done]

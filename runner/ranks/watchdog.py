@@ -53,7 +53,6 @@ class Watchdog:
         busy: Whether, at the last look, a rank was legitimately not computing steps.
         patience: A factor of the limit that comes from the run's own step times.
         patience_used_up: Whether a rank has exceeded that limit.
-        p99_s: 99th percentile of the step times seen.
     """
 
     def __init__(self, limits: RestartConfig, *, watch_start: bool, now: float) -> None:
@@ -70,12 +69,9 @@ class Watchdog:
         self.patience = 1.0
 
     def look(self, beats: Sequence[Heartbeat], now: float, *, others_busy: bool = False) -> Hang | None:
-        """Find ranks that hang.
+        """Find ranks that hang, by the newest heartbeat of each, in the order of their local ranks.
 
-        Args:
-            beats: The newest heartbeat of each rank, in the order of their local ranks.
-            now: Monotonic seconds.
-            others_busy: Whether a rank of another node, for which ranks here may be waiting, is `busy`.
+        With `others_busy`, a rank of another node is busy, and ranks here may be waiting for it.
         """
         self._keep_time(beats, now)
         for slot, beat in enumerate(beats):
@@ -174,9 +170,7 @@ class StoppedProcesses:
     def look(self, states: Mapping[int, str], now: float) -> list[int]:
         """Return which processes have been stopped for too long, in order; called about once a second.
 
-        Args:
-            states: State of each running process, as in ps(1), by a number of the caller's.
-            now: Monotonic seconds.
+        Their states are as in ps(1), by a number of the caller's.
         """
         if now - self._looked > _LOOK_GAP_S:
             self._since.clear()

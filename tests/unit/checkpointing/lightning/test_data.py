@@ -30,7 +30,6 @@ def trainer(**fields: Any) -> Any:
 def followed(subject: Any, positions: Any = ()) -> tuple[FollowedLoaders, Any]:
     manager = Mock(rank=0)
     loaders = FollowedLoaders(subject, manager, positions)
-    loaders.install()
     return loaders, manager
 
 

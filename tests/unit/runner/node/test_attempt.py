@@ -53,6 +53,7 @@ class Bench:
         self.helpers = Helpers(
             on_agent=self.checkpoints.handle,
             on_launcher=lambda message: None,
+            on_agent_timeout=lambda waited_s: None,
             grace_s=restart.grace_s,
             quiet_timeout_s=restart.quiet_timeout_s,
             **start,

@@ -32,6 +32,7 @@ class Bench:
         self.helpers = Helpers(
             on_agent=lambda event: self.events.append(event.name),
             on_launcher=self.launcher_messages.append,
+            on_agent_timeout=self.timeouts.append,
             grace_s=60.0,
             quiet_timeout_s=quiet_timeout_s,
             **start,
@@ -73,7 +74,7 @@ def test_what_an_agent_had_reported_when_it_ended_is_read(at_end: bool) -> None:
     bench.ensure()
     bench.agents[0].alive, bench.agents[0].unread = False, [{**Committed(step=7).to_dict()}]
     if at_end:
-        assert bench.helpers.close(bench.timeouts.append)
+        assert bench.helpers.close()
     else:
         bench.ensure()
     assert bench.events == ["committed"]
@@ -150,7 +151,7 @@ def test_an_agent_that_only_complains_gets_nowhere(message: dict[str, Any], is_p
         bench.helpers.pulse.answered(bench.host.now)
 
     bench.loop.plan += [answer] * 13_000  # 650 s
-    drained = bench.helpers.wait_for_agent(lambda: bench.host.now > 1640.0, bench.timeouts.append)
+    drained = bench.helpers.wait_for_agent(lambda: bench.host.now > 1640.0)
     assert drained is is_progress and bool(bench.timeouts) is not is_progress
 
 
@@ -159,7 +160,7 @@ def test_a_stop_gives_the_agent_its_grace_and_no_more() -> None:
     bench.ensure()
     bench.stop.ask("SIGTERM")
     bench.stop.asked_at = bench.host.now
-    assert not bench.helpers.wait_for_agent(lambda: False, bench.timeouts.append)
+    assert not bench.helpers.wait_for_agent(lambda: False)
     assert bench.timeouts == [pytest.approx(60.0, abs=0.1)] and not bench.agents[0].alive
 
 
@@ -167,7 +168,7 @@ def test_the_end_of_an_attempt_is_when_its_messages_are_handled() -> None:
     bench = Bench()
     bench.ensure()
     bench.loop.plan += [lambda: None, lambda: bench.answer({"event": "attempt_over"})]
-    bench.helpers.end_attempt(bench.timeouts.append)
+    bench.helpers.end_attempt()
     assert bench.agents[0].requests[0] == "end_attempt" and not bench.timeouts and not bench.loop.plan
 
 
@@ -175,7 +176,7 @@ def test_an_agent_that_ends_by_itself_has_committed_everything() -> None:
     bench = Bench()
     bench.ensure()
     bench.loop.plan.append(lambda: setattr(bench.agents[0], "alive", False))
-    assert bench.helpers.close(bench.timeouts.append)
+    assert bench.helpers.close()
     assert bench.agents[0].requests == ["shutdown"] and bench.helpers.agent is None
 
 
