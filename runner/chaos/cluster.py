@@ -19,7 +19,7 @@ from runner.errors import ExitCode
 from runner.journal.events import Entry
 from runner.journal.journal import JOURNAL_NAME
 from runner.journal.ledger import led_sessions
-from runner.lease.record import newest_lease
+from runner.lease.lease import newest_lease
 from runner.system import processes
 
 PORT = 29611

@@ -1,15 +1,17 @@
-"""The lease as a supervisor and a follower use it: one has it, the other may come to have it."""
+"""Which node leads: the choice when a node starts, the lease of the one that leads, and the takeover by another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from checkpointing.errors import CheckpointError
+from runner.config.schema import Config
 from runner.errors import ExitCode, LeaderReplaced
 from runner.journal.attempts import AttemptSpec
 from runner.journal.events import LeaderChanged
-from runner.lease.lease import Lease, LeaseWatch, own_address
-from runner.lease.record import LeaseRecord
+from runner.journal.run_directory import RunDirectory
+from runner.lease.lease import Lease, LeaseClaim, LeaseRecord, LeaseWatch, newest_lease, own_address
 from runner.node.node import Node
 from runner.peers.link import Member
 from runner.recovery.failure import Failure
@@ -22,6 +24,76 @@ _ANSWER_S = 5.0
 # Attempts of a leader that another one has begun after it. The other finds out within two seconds that it was replaced;
 # more of them are a second run of this job, which is not resolved by waiting.
 _MOST_OUTPACED = 5
+
+
+class LeaderChoice:
+    """The role of one node.
+
+    Attributes:
+        leads: Whether it leads.
+        caveat: What the user should know; None for nothing.
+    """
+
+    def __init__(self, config: Config, directory: RunDirectory, *, forced: bool) -> None:
+        """Ask storage who leads, and write nothing; if `forced`, the first node does: it was not asked to continue."""
+        self._config, self._directory = config, directory
+        launch = config.launch
+        self.leads = launch.node_rank == 0
+        self.caveat: str | None = None
+        self._newest: LeaseRecord | None = None
+        self._may_change = launch.min_nodes is not None and launch.min_nodes < launch.nnodes
+        if not self._may_change:
+            return
+        sidecars = config.tiers.durable.sidecars
+        try:
+            self._newest = newest_lease(sidecars)
+            self._may_change = sidecars.decides
+        except (CheckpointError, OSError):
+            # Without storage nobody can take the lead, and the first node begins; the others look again.
+            self._may_change = not self.leads
+            return
+        if not self._may_change:
+            self.caveat = (
+                f"{config.checkpoint_location}: this storage does not decide between two writers, so that no other "
+                "node can lead: if the first one is lost for good, the run waits for it"
+            )
+        elif not (forced and self.leads):
+            self.leads = self._claim.leads_at_start(self._newest)
+
+    @property
+    def _claim(self) -> LeaseClaim:
+        return LeaseClaim(self._config.tiers.durable.sidecars, self._directory.run_id(), self._config.launch.node_rank)
+
+    def take(self) -> Lease | None:
+        """Take the lease of a node that leads; `leads` is False if another one was first.
+
+        Returns:
+            Renews the lease; None where the leader cannot change.
+
+        Raises:
+            OSError: Storage refused, or did not answer.
+        """
+        if not self._may_change or not self.leads:
+            return None
+        newest, host = self._newest, self._config.launch.peer_address[0]
+        run_id = self._directory.run_id()
+        if newest is not None and newest.holder == run_id:
+            # It was killed, and is back: the others know the run, and it, by these.
+            run_id, host = newest.run_id or run_id, newest.host or host
+        lease = self._claim.take_after(newest, host, run_id)
+        self.leads = lease is not None
+        return Lease(self._config.tiers.durable.sidecars, lease) if lease is not None else None
+
+    def watch(self) -> LeaseWatch | None:
+        """Return what a node that follows looks at while there is no leader; None where the leader cannot change."""
+        return LeaseWatch(self._claim) if self._may_change else None
+
+
+def take_over(session: Session, lease: LeaseRecord) -> Lease:
+    """Begin to lead in a session that has followed."""
+    session.display.show()
+    session.display.message(f"the leader is gone: node {lease.node_rank} leads this run now, at {lease.host}")
+    return Lease(session.config.tiers.durable.sidecars, lease)
 
 
 @dataclass(frozen=True)
@@ -40,19 +112,15 @@ class Inherited:
 class Leadership:
     """The right of a node to lead its run.
 
+    Without a lease (`keeper`) only the first node can lead.
+
     Attributes:
         run_id: Identity of the run on its nodes.
-        epoch: In which it leads; 0 where only the first node can lead, and needs no lease.
+        epoch: In which it leads; 0 without a lease.
         host: Where the nodes meet; empty for the first node, which all are configured with.
     """
 
     def __init__(self, session: Session, keeper: Lease | None) -> None:
-        """Prepare; `begin` renews the lease from then on.
-
-        Args:
-            session: Of this node.
-            keeper: Has the lease; None where only the first node can lead.
-        """
         self._session, self._keeper = session, keeper
         self.run_id, self.epoch, self.host = session.run_id, 0, ""
         self._outpaced = 0
@@ -61,11 +129,7 @@ class Leadership:
             self.host = keeper.lease.host if session.config.launch.node_rank else ""
 
     def begin(self, *, took_over: bool) -> None:
-        """Renew the lease in the session's loop.
-
-        Args:
-            took_over: Whether this node has followed another leader until now, which is recorded.
-        """
+        """Renew the lease in the loop of the session; record whether this node has followed until now."""
         if self._keeper is None:
             return
         keeper, session = self._keeper, self._session
@@ -95,9 +159,6 @@ class Leadership:
         """Return how an attempt has ended; if it was fenced, storage is asked who leads, for the next `check`.
 
         If this node does, a leader that was only slow has begun an attempt of this number, and the next one is free.
-
-        Args:
-            failure: How the attempt seems to have ended.
         """
         if self._keeper is None or failure.kind is not FailureKind.FENCED or self._keeper.look(_ANSWER_S) is not None:
             return failure
@@ -114,7 +175,7 @@ class Leadership:
 
 
 class Takeover:
-    """Whether a follower leads in place of a leader that is gone.
+    """Whether a follower leads in place of a leader that is gone. Without a watch only the first node can.
 
     Attributes:
         lease: The lease that it has taken; None as long as it follows.
@@ -123,28 +184,17 @@ class Takeover:
     def __init__(
         self, session: Session, watch: LeaseWatch | None, lead: Callable[[LeaseRecord, Inherited], ExitCode] | None
     ) -> None:
-        """Prepare.
-
-        Args:
-            session: Of this node.
-            watch: Looks who leads while there is no leader; None where only the first node can.
-            lead: Leads to the end of the run.
-        """
         self._session, self._watch, self._lead = session, watch, lead
         self.lease: LeaseRecord | None = None
         self._companions: frozenset[int] = frozenset()
 
     def follow(self, epoch: int) -> None:
-        """Take in that there is a leader.
-
-        Args:
-            epoch: In which it leads; 0 if it has no lease.
-        """
+        """Note that there is a leader; `epoch` is 0 if it has no lease."""
         if self._watch is not None:
             self._watch.followed(epoch)
 
     def attempt(self, spec: AttemptSpec) -> None:
-        """Take in which nodes follow the leader."""
+        """Note which nodes follow the leader."""
         self._companions = frozenset(spec.nodes) - {spec.leader}
 
     def look(self, member: Member, node: Node | None) -> None:

@@ -1,4 +1,10 @@
-"""How a node comes to lead an elastic run, keeps that up, and finds out that another node leads.
+"""Which node leads an elastic run: the lease, a numbered record kept with the checkpoints.
+
+A node leads in epoch n if it has created the lease of n, which of several nodes exactly one can do
+(`Sidecars.create`). The newest lease counts. Its holder renews it; the others take the next epoch when they have lost
+the holder and its lease has not changed for a while. No clock is compared with another, and no time-out is trusted: a
+holder that was only slow finds the newer lease when it renews its own, and the fence of the next attempt keeps it from
+committing meanwhile. tests/chaos/lease_model.py explores the rules.
 
 Nothing here waits: storage is asked in threads that may be abandoned, as a server that does not answer blocks for long.
 """
@@ -6,17 +12,23 @@ Nothing here waits: storage is asked in threads that may be abandoned, as a serv
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from checkpointing.host.threads import in_background
 from checkpointing.storage.sidecars import Sidecars
-from runner.lease.record import LeaseRecord, newest_lease, renew, take
 
+_PREFIX = "lease-"
+_NAME = re.compile(rf"{_PREFIX}(\d{{1,15}})\Z")
+# Of older epochs, so many are kept: a slow holder may still write its own.
+_KEPT = 3
 # Between two renewals, and between two looks at the lease while there is no leader.
 RENEW_S = 2.0
 LOOK_S = 1.0
@@ -27,12 +39,91 @@ EMPTY_HANDED_S = 2.0
 # After a run was stopped the first node leads again, if it is there.
 FIRST_NODE_S = 20.0
 
+# Starts a call in a thread with a name; `in_background` by default.
+Background = Callable[[Callable[[], Any], str], Future[Any]]
 
-class Background(Protocol):
-    """Starts calls; `in_background` by default."""
 
-    def __call__(self, call: Callable[[], Any], name: str) -> Future[Any]:
-        """Start a call."""
+@dataclass(frozen=True)
+class LeaseRecord:
+    """One epoch's lease.
+
+    Attributes:
+        epoch: Its number, from 1.
+        holder: Identity of the leader's folder, which survives a restart of its runner.
+        session: Identity of the leader's process.
+        node_rank: Node rank of the leader.
+        host: Address of the leader, for the other nodes.
+        run_id: Identity of the run on its nodes.
+        beat: Times that it was renewed.
+        released: Whether the holder has ended and does not lead any more.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore")
+
+    epoch: Annotated[int, Field(ge=0, lt=2**53)]
+    holder: Annotated[str, Field(max_length=200)] = ""
+    session: Annotated[str, Field(max_length=200)] = ""
+    node_rank: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    host: Annotated[str, Field(max_length=300)] = ""
+    run_id: Annotated[str, Field(max_length=100)] = ""
+    beat: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    released: bool = False
+
+    def to_json(self) -> bytes:
+        """Return the lease as JSON."""
+        return _ADAPTER.dump_json(self)
+
+
+_ADAPTER: TypeAdapter[LeaseRecord] = TypeAdapter(LeaseRecord)
+
+
+def newest_lease(sidecars: Sidecars) -> LeaseRecord | None:
+    """Return the newest lease; None if there is none.
+
+    One that cannot be parsed has no holder, so that the next epoch can be taken.
+
+    Raises:
+        OSError: Storage refused.
+    """
+    epochs = _epochs(sidecars)
+    if not epochs:
+        return None
+    try:
+        lease = _ADAPTER.validate_json(sidecars.read(f"{_PREFIX}{epochs[-1]}"))
+    except ValidationError:
+        return LeaseRecord(epochs[-1])
+    return lease if lease.epoch == epochs[-1] else LeaseRecord(epochs[-1])
+
+
+def take(sidecars: Sidecars, lease: LeaseRecord) -> bool:
+    """Take an epoch; may be repeated after an error. False if another node was first.
+
+    Raises:
+        OSError: Storage refused, or did not answer: the lease may be taken all the same.
+    """
+    if not sidecars.create(f"{_PREFIX}{lease.epoch}", lease.to_json()):
+        return False
+    for older in _epochs(sidecars):
+        if older <= lease.epoch - _KEPT:
+            sidecars.remove(f"{_PREFIX}{older}")
+    return True
+
+
+def renew(sidecars: Sidecars, lease: LeaseRecord) -> LeaseRecord | None:
+    """Write the holder's lease again; returns the newer lease that has replaced it, None if there is none.
+
+    Raises:
+        OSError: Storage refused.
+    """
+    newest = newest_lease(sidecars)
+    if newest is not None and newest.epoch > lease.epoch:
+        return newest
+    sidecars.write(f"{_PREFIX}{lease.epoch}", lease.to_json())
+    return None
+
+
+def _epochs(sidecars: Sidecars) -> list[int]:
+    return sorted(int(match.group(1)) for name in sidecars.sizes(_PREFIX) if (match := _NAME.match(name)))
 
 
 @dataclass(frozen=True)
@@ -62,15 +153,12 @@ class LeaseClaim:
         return newest.holder == self.holder
 
     def take_after(self, newest: LeaseRecord | None, host: str, run_id: str) -> LeaseRecord | None:
-        """Take the lease after the newest one.
+        """Take the lease after the newest one; None if another node was first.
 
         Args:
             newest: The newest lease; None if there is none.
             host: Address of this node for the others.
             run_id: Identity of the run on its nodes.
-
-        Returns:
-            The lease; None if another node was first.
 
         Raises:
             OSError: Storage refused, or did not answer: the lease may be taken all the same.
@@ -89,13 +177,6 @@ class Lease:
     """
 
     def __init__(self, sidecars: Sidecars, lease: LeaseRecord, background: Background = in_background) -> None:
-        """Keep a lease that was taken.
-
-        Args:
-            sidecars: Those of the durable tier.
-            lease: The lease.
-            background: Starts calls.
-        """
         self._sidecars, self._background = sidecars, background
         self.lease = lease
         self.replaced_by: LeaseRecord | None = None
@@ -153,12 +234,6 @@ class LeaseWatch:
     """
 
     def __init__(self, claim: LeaseClaim, background: Background = in_background) -> None:
-        """Prepare; `turn` looks.
-
-        Args:
-            claim: This node.
-            background: Starts calls.
-        """
         self._claim, self._background = claim, background
         self.newest: LeaseRecord | None = None
         self._since = 0.0
@@ -168,11 +243,7 @@ class LeaseWatch:
         self._followed_epoch = 0
 
     def followed(self, epoch: int) -> None:
-        """Take in that this node is connected to a leader: what it knew of the lease is out of date.
-
-        Args:
-            epoch: In which it leads; 0 if it has no lease.
-        """
+        """Note that this node is connected to a leader; `epoch` is 0 if that has no lease."""
         self._followed_epoch = epoch
         self.newest, self._looking = None, None
         self._looked_at = float("-inf")
@@ -201,7 +272,8 @@ class LeaseWatch:
                 # While storage is away, its holder cannot renew it either.
                 self._since = now
             else:
-                self._observe(looking.result(), now)
+                if looking.result() != self.newest:
+                    self.newest, self._since = looking.result(), now
                 if self.newest is not None and self.newest.session == self._claim.session:
                     # An answer was lost, the call was carried out.
                     return self.newest
@@ -214,10 +286,6 @@ class LeaseWatch:
             sidecars = self._claim.sidecars
             self._looking = self._background(lambda: newest_lease(sidecars), "lease")
         return None
-
-    def _observe(self, lease: LeaseRecord | None, now: float) -> None:
-        if lease != self.newest:
-            self.newest, self._since = lease, now
 
     def _is_vacant(self, now: float, *, has_state: bool) -> bool:
         lease = self.newest
@@ -234,11 +302,7 @@ class LeaseWatch:
 
 
 def own_address(towards: str) -> str:
-    """Return the address by which a host, and so its network, knows this one; its name where that is unknown.
-
-    Args:
-        towards: Name or address of the host. Nothing is sent to it.
-    """
+    """Return the address by which a host, and so its network, knows this one; its name where that is unknown."""
     try:
         family, _, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as sock:

@@ -19,9 +19,8 @@ from runner.config.schema import Config
 from runner.errors import ExitCode, RunBusy
 from runner.journal.attempts import Job
 from runner.journal.run_directory import RunDirectory
-from runner.lease.leader_choice import LeaderChoice, take_over
-from runner.lease.leadership import Inherited, Takeover
-from runner.lease.record import LeaseRecord
+from runner.lease.leadership import Inherited, LeaderChoice, Takeover, take_over
+from runner.lease.lease import LeaseRecord
 from runner.ranks.output import drain_streams
 from runner.session import preflight
 from runner.session.excluded_machines import check_own_machine

@@ -6,7 +6,7 @@ sign of life for a while claims the number after the newest one. No clock is com
 node may suspect any leader at any moment, a leader may stand still between any two steps, an answer may be lost and its
 call carried out later, nodes are killed and come back, and a shared disk may lose what was not flushed.
 
-The code (`runner/lease/record.py`) calls these fences leases; `test_lease_conformance.py` runs it under the same
+The code (`runner/lease/lease.py`) calls these fences leases; `test_lease_conformance.py` runs it under the same
 faults. There a leader goes on to the next epoch only when it was killed and is back, and begins any number of attempts
 in its own; that no attempt commits after a newer one has begun is the commit protocol's (`commit_model.py`).
 

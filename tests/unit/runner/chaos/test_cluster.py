@@ -14,7 +14,7 @@ import pytest
 
 from checkpointing.commit.tiers import open_tiers
 from runner.chaos.cluster import Cluster
-from runner.lease.record import LeaseRecord, take
+from runner.lease.lease import LeaseRecord, take
 
 
 @pytest.fixture

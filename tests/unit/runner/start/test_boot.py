@@ -24,7 +24,7 @@ from runner.errors import ExitCode, StorageFailed, UsageError
 from runner.journal import run_directory
 from runner.journal.journal import Journal
 from runner.lease.leadership import Inherited
-from runner.lease.record import LeaseRecord
+from runner.lease.lease import LeaseRecord
 from runner.session import preflight
 from runner.start import boot
 from runner.system.event_loop import StopRequest

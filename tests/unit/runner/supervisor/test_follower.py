@@ -14,7 +14,7 @@ from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, LaunchDelayed
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
 from runner.lease.leadership import Inherited, Takeover
-from runner.lease.record import LeaseRecord
+from runner.lease.lease import LeaseRecord
 from runner.peers.messages import (
     Begin,
     Busy,

@@ -16,8 +16,7 @@ from runner.errors import ExitCode, PeersMissing, UsageError
 from runner.journal.attempts import AttemptSpec
 from runner.journal.events import NodesChanged, WaitingForNodes
 from runner.lease.leadership import Leadership
-from runner.lease.lease import Lease
-from runner.lease.record import LeaseRecord
+from runner.lease.lease import Lease, LeaseRecord
 from runner.peers.messages import Begin, Busy, End, Ended, Finish, Forwarded, Hello, Ready, StopRun, Welcome
 from runner.peers.secret import read_secret
 from runner.recovery.failure import Failure

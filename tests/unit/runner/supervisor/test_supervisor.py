@@ -15,8 +15,7 @@ from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, LaunchDelayed, LaunchError, UsageError
 from runner.journal.attempts import AttemptResult, Job
 from runner.journal.events import AttemptEnded, Backoff, RunEnded, StepsSkipped
-from runner.lease.lease import Lease
-from runner.lease.record import LeaseRecord, newest_lease, take
+from runner.lease.lease import Lease, LeaseRecord, newest_lease, take
 from runner.peers.messages import Finish
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind

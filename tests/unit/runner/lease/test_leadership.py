@@ -11,8 +11,8 @@ from helpers.node_fakes import FakeSession
 from checkpointing.storage.local_sidecars import LocalSidecars
 from runner.config.schema import Config
 from runner.journal.run_directory import RunDirectory
-from runner.lease.leader_choice import LeaderChoice, take_over
-from runner.lease.record import LeaseRecord, newest_lease, take
+from runner.lease.leadership import LeaderChoice, take_over
+from runner.lease.lease import LeaseRecord, newest_lease, take
 
 
 def node(folder: Path, rank: int, *, nodes: str = "1:3", forced: bool = False) -> LeaderChoice:
