@@ -1,4 +1,6 @@
-"""Mutual authentication of two nodes, and a code on each line that they exchange; nothing here opens a socket.
+"""The secret of a run, mutual authentication of two nodes that know it, and a code on each line that they exchange.
+
+Only the nodes of a run know its secret, so that nobody else can speak to them. Nothing here opens a socket.
 
 Each side proves that it knows the run's secret by answering the other's random number with a keyed hash (three-pass
 mutual authentication with a cryptographic check function, ISO/IEC 9798-4). The numbers also give each direction a key
@@ -13,14 +15,62 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
+import re
 import secrets
 from typing import Literal
+
+from checkpointing.storage import Storage
+from runner.errors import UsageError
+
+VARIABLE = "RUNNER_SECRET"
+RECORD_NAME = "secret"
+_MIN_LENGTH = 16
 
 Role = Literal["leader", "member"]
 _CONTEXT = b"resilient-training peers 1"
 _NONCE_BYTES = 32
 # The longest line of the handshake: a word, a number and a code in hexadecimal digits.
 MAX_HANDSHAKE_BYTES = 256
+
+
+def configured_secret() -> bytes | None:
+    """Return the secret from the environment; None if it has none.
+
+    Raises:
+        UsageError: It is too short.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    if len(text) < _MIN_LENGTH:
+        raise UsageError(
+            f"{VARIABLE} has {len(text)} characters; use {_MIN_LENGTH} or more, for example from: openssl rand -hex 32"
+        )
+    return text.encode()
+
+
+def read_secret(storage: Storage) -> bytes | None:
+    """Return the run's secret; None if neither the environment nor the durable tier, which all nodes see, has one yet.
+
+    Raises:
+        OSError: Storage refused.
+        UsageError: The environment's is too short.
+    """
+    configured = configured_secret()
+    if configured is not None:
+        return configured
+    found = storage.sidecars.read(RECORD_NAME).strip()
+    return found if re.fullmatch(rb"[0-9a-f]{64}", found) else None
+
+
+def ensure_secret(storage: Storage) -> bytes:
+    """Return the run's secret; the durable tier gets one if there is none. Raises what `read_secret` raises."""
+    secret = read_secret(storage)
+    if secret is None:
+        secret = secrets.token_hex(32).encode()
+        storage.sidecars.write(RECORD_NAME, secret + b"\n")
+    return secret
 
 
 class WrongSecret(ValueError):
@@ -35,12 +85,6 @@ class PeerAuth:
     """
 
     def __init__(self, secret: bytes, role: Role) -> None:
-        """Draw the random number of this side.
-
-        Args:
-            secret: Of the run.
-            role: Of this side.
-        """
         self._secret, self._role = secret, role
         self._own = secrets.token_hex(_NONCE_BYTES).encode()
         self._both = b""
@@ -53,13 +97,7 @@ class PeerAuth:
         return b"challenge " + self._own + b"\n" if self._role == "leader" else b""
 
     def answer(self, line: bytes) -> bytes:
-        """Take a line of the handshake.
-
-        Args:
-            line: Without its end.
-
-        Returns:
-            What to send; nothing once the other side has everything.
+        """Return what to send on a line of the handshake, without its end; nothing once the other side has everything.
 
         Raises:
             WrongSecret: The proof is wrong.
@@ -101,18 +139,18 @@ class PeerAuth:
         if not hmac.compare_digest(code, self._proof(prover)):
             raise WrongSecret("the other side has another secret")
         for role in ("leader", "member"):
-            self._keys[role] = self._hash(self._secret, b"key", role.encode(), self._both)
+            self._keys[role] = _hash(self._secret, b"key", role.encode(), self._both)
         self.done = True
 
     def _proof(self, prover: Role) -> bytes:
-        return self._hash(self._secret, b"proof", prover.encode(), self._both)
+        return _hash(self._secret, b"proof", prover.encode(), self._both)
 
     def _code(self, sender: Role, number: int, line: bytes) -> bytes:
-        return self._hash(self._keys[sender], b"line", str(number).encode(), line)
+        return _hash(self._keys[sender], b"line", str(number).encode(), line)
 
-    @staticmethod
-    def _hash(key: bytes, *parts: bytes) -> bytes:
-        return hmac.new(key, b" ".join((_CONTEXT, *parts)), hashlib.sha256).hexdigest().encode()
+
+def _hash(key: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, b" ".join((_CONTEXT, *parts)), hashlib.sha256).hexdigest().encode()
 
 
 def _is_hex(text: bytes) -> bool:

@@ -44,10 +44,10 @@ class Connection(Generic[M]):
         read: Callable[[bytes], M],
         receive: Callable[[Connection[M], M], None],
     ) -> None:
-        """Begin to read from a connected socket.
+        """Begin to read from a connected socket, which the connection closes.
 
         Args:
-            sock: The socket; the connection closes it.
+            sock: The socket.
             loop: Calls `receive`.
             auth: This side of the handshake.
             read: Parses a line; raises ValueError if it is not a message.

@@ -5,7 +5,7 @@ nodes. Both sides send a keepalive every second. A side that is hung counts as l
 side that is dead or cut off after four seconds in which its kernel has acknowledged nothing. No call blocks, except up
 to 0.1 s for the resolution of a name.
 
-Before anything else both sides prove that they know the run's secret (`peer_auth.py`). A side that has not done so is a
+Before anything else both sides prove that they know the run's secret (`auth.py`). A side that has not done so is a
 stranger: there may be `MAX_STRANGERS` of them, each for five seconds and with a line of 256 bytes at most.
 """
 
@@ -218,17 +218,11 @@ def _listener(bind: str | None, port: int) -> socket.socket:
 
 @dataclass(frozen=True)
 class _Route:
-    """How a leader can be reached.
-
-    Attributes:
-        address: Its host and port, as they were given.
-        family: Address family of the host.
-        resolved: The host's address and the port, as `socket.connect` takes them.
-        secret: The run's secret.
-    """
+    """How a leader, whose host and port were given as `address`, can be reached."""
 
     address: tuple[str, int]
     family: int
+    # The host's address and the port, as `socket.connect` takes them.
     resolved: Any
     secret: bytes
 
@@ -316,7 +310,7 @@ class Member:
         error = self._connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             self._fail(error)
-        elif self._is_through():
+        elif _is_through(self._connecting):
             sock, self._connecting = self._connecting, None
             self.own_host = sock.getsockname()[0]
             auth = PeerAuth(self._connecting_secret, "member")
@@ -362,8 +356,9 @@ class Member:
     def _begin_connecting(self, now: float) -> None:
         if self._resolver is None or not self._resolver.is_alive():
             secret = self._route.secret if self._route is not None else None
-            arguments = (self.address, secret)
-            self._resolver = threading.Thread(target=self._resolve, args=arguments, name="resolver", daemon=True)
+            self._resolver = threading.Thread(
+                target=self._resolve, args=(self.address, secret), name="resolver", daemon=True
+            )
             self._resolver.start()
             self._resolver.join(0.1)
         route = self._route
@@ -383,16 +378,14 @@ class Member:
         if code not in (0, errno.EINPROGRESS):
             self._fail(code)
 
-    def _is_through(self) -> bool:
-        assert self._connecting is not None
-        try:
-            self._connecting.getpeername()
-        except OSError:
-            return False
-        return True
-
     def _fail(self, code: int) -> None:
-        assert self._connecting is not None
         self.last_error = os.strerror(code)
-        self._connecting.close()
-        self._connecting = None
+        self._stop_connecting()
+
+
+def _is_through(sock: socket.socket) -> bool:
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True

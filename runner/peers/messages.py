@@ -7,6 +7,7 @@ nothing else.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
@@ -95,12 +96,7 @@ class Ready(PeerMessage):
 
 
 class Ended(PeerMessage):
-    """An attempt has ended on a node.
-
-    Attributes:
-        attempt: Number of the attempt.
-        failure: How it ended there.
-    """
+    """An attempt has ended on a node."""
 
     do: Literal["ended"] = "ended"
     attempt: Count
@@ -110,12 +106,7 @@ class Ended(PeerMessage):
 
 
 class Forwarded(PeerMessage):
-    """An event that was reported on a node.
-
-    Attributes:
-        attempt: Number of the attempt.
-        event: One of `FORWARDED`.
-    """
+    """An event that was reported on a node, one of `FORWARDED`."""
 
     do: Literal["event"] = "event"
     attempt: Count
@@ -133,11 +124,7 @@ class Busy(PeerMessage):
 
 
 class StopRun(PeerMessage):
-    """The run was asked to stop.
-
-    Attributes:
-        reason: By what.
-    """
+    """The run was asked to stop."""
 
     do: Literal["stop"] = "stop"
     reason: Text
@@ -163,23 +150,14 @@ class Welcome(PeerMessage):
 
 
 class Begin(PeerMessage):
-    """An attempt begins.
-
-    Attributes:
-        spec: What it is to be.
-    """
+    """An attempt begins."""
 
     do: Literal["begin"] = "begin"
     spec: AttemptSpec
 
 
 class End(PeerMessage):
-    """An attempt is over: kill its ranks.
-
-    Attributes:
-        attempt: Number of the attempt.
-        stacks: Whether to write the ranks' stacks down before.
-    """
+    """An attempt is over: kill its ranks, whose `stacks` may be asked for before."""
 
     do: Literal["end"] = "end"
     attempt: Count
@@ -187,12 +165,7 @@ class End(PeerMessage):
 
 
 class Finish(PeerMessage):
-    """The run has ended, or does not admit the node.
-
-    Attributes:
-        exit_code: Exit code for the node's runner.
-        reason: Why.
-    """
+    """The run has ended, or does not admit the node, whose runner exits with the code."""
 
     do: Literal["finish"] = "finish"
     exit_code: Literal[0, 2, 74, 75, 76, 78, 79, 80, 81]
@@ -202,25 +175,10 @@ class Finish(PeerMessage):
 ToLeader = Hello | Ready | Ended | Forwarded | Busy | StopRun | Ping
 ToMember = Welcome | Begin | End | Finish | Busy | StopRun | Ping
 
-_TO_LEADER: TypeAdapter[Any] = TypeAdapter(Annotated[ToLeader, Field(discriminator="do")])
-_TO_MEMBER: TypeAdapter[Any] = TypeAdapter(Annotated[ToMember, Field(discriminator="do")])
-
-
-def read_by_leader(line: bytes) -> ToLeader:
-    """Parse a line that a node has sent to the leader.
-
-    Raises:
-        ValueError: It is not one of its messages.
-    """
-    message: ToLeader = _TO_LEADER.validate_json(line)
-    return message
-
-
-def read_by_member(line: bytes) -> ToMember:
-    """Parse a line that the leader has sent.
-
-    Raises:
-        ValueError: It is not one of its messages.
-    """
-    message: ToMember = _TO_MEMBER.validate_json(line)
-    return message
+# Parse a line that the other side has sent; raise ValueError if it is not one of its messages.
+read_by_leader: Callable[[bytes], ToLeader] = TypeAdapter[Any](
+    Annotated[ToLeader, Field(discriminator="do")]
+).validate_json
+read_by_member: Callable[[bytes], ToMember] = TypeAdapter[Any](
+    Annotated[ToMember, Field(discriminator="do")]
+).validate_json

@@ -6,9 +6,9 @@ import errno
 from collections.abc import Callable
 
 from runner.errors import ExitCode, UsageError
+from runner.peers.auth import ensure_secret
 from runner.peers.link import Leader
 from runner.peers.messages import MAX_REASON, Finish, Hello, ToLeader
-from runner.peers.secret import ensure_secret
 from runner.session.excluded_machines import Exclusion
 from runner.session.identity import JobIdentity, differences, summarised
 from runner.session.session import Session
@@ -57,13 +57,7 @@ def listen(
 
 
 def refusal(identity: JobIdentity | None, exclusion: Exclusion, hello: Hello) -> Finish | None:
-    """Return how a node is to end that is not admitted, None if it is.
-
-    Args:
-        identity: Of the leader's job; None to accept any.
-        exclusion: Knows the machines that are not admitted.
-        hello: Of the node.
-    """
+    """Return how a node is to end that is not admitted, None if it is; without an identity any job is accepted."""
     if (why := _other_job(identity, hello)) is not None:
         return Finish(exit_code=ExitCode.USAGE.value, reason=why[:MAX_REASON])
     if (why := exclusion.refusal(hello.machine)) is not None:

@@ -17,6 +17,7 @@ from runner.journal.events import RunEnded, RunStarted
 from runner.journal.summary import RunState
 from runner.lease.leadership import Takeover
 from runner.node.node import Node
+from runner.peers.auth import configured_secret, read_secret
 from runner.peers.link import Member
 from runner.peers.messages import (
     FORWARDED,
@@ -32,7 +33,6 @@ from runner.peers.messages import (
     ToMember,
     Welcome,
 )
-from runner.peers.secret import configured_secret, read_secret
 from runner.recovery.bad_machines import this_machine
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind

@@ -15,6 +15,7 @@ from runner.errors import ExitCode, LaunchDelayed
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
 from runner.lease.leadership import Inherited, Takeover
 from runner.lease.lease import LeaseRecord
+from runner.peers.auth import ensure_secret
 from runner.peers.messages import (
     Begin,
     Busy,
@@ -28,7 +29,6 @@ from runner.peers.messages import (
     StopRun,
     Welcome,
 )
-from runner.peers.secret import ensure_secret
 from runner.ranks.watch import RankEvents
 from runner.recovery.bad_machines import this_machine
 from runner.recovery.kinds import FailureKind

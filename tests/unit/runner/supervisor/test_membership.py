@@ -17,8 +17,8 @@ from runner.journal.attempts import AttemptSpec
 from runner.journal.events import NodesChanged, WaitingForNodes
 from runner.lease.leadership import Leadership
 from runner.lease.lease import Lease, LeaseRecord
+from runner.peers.auth import read_secret
 from runner.peers.messages import Begin, Busy, End, Ended, Finish, Forwarded, Hello, Ready, StopRun, Welcome
-from runner.peers.secret import read_secret
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import Stop
