@@ -160,9 +160,10 @@ def report(
     needs no network. LOCATION is the same as for `status`.
     """
     from runner.ui.report import render_page
+    from runner.ui.timeline import build_timeline
 
     where = location if location is not None else _newest_run()
-    page = render_page(entries_at(where), where, time.time(), price_per_hour, spot_discount)
+    page = render_page(build_timeline(entries_at(where), time.time(), price_per_hour, spot_discount), where)
     is_run = "://" not in where and (Path(where) / "journal.jsonl").exists()
     output = output or (Path(where) if is_run else Path()) / "report.html"
     output.write_text(page, encoding="utf-8")

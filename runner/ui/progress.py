@@ -21,15 +21,8 @@ _BAR_CELLS = 24
 class ProgressState:
     """The values that are shown; None for those that are not known yet.
 
-    Attributes:
-        attempt: Number of the attempt.
-        step: Newest finished step.
-        total_steps: Step at which training ends.
-        loss: Of the newest log entry.
-        tokens_per_s: Likewise, of all ranks.
-        committed_step: Newest committed step.
-        activity: What the attempt is doing.
-        transfer: Progress of an upload or a download; empty if there is none.
+    Loss and tokens per second, of all ranks, are those of the newest log entry. `transfer` is about an upload or a
+    download; it is empty if there is none.
     """
 
     attempt: int = 0
@@ -86,12 +79,7 @@ class ProgressDisplay:
             self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False)
 
     def pass_on(self, stream: int, data: bytes) -> None:
-        """Print what a rank has written, unchanged.
-
-        Args:
-            stream: 1 for standard output, 2 for standard error.
-            data: What it has written.
-        """
+        """Print unchanged what a rank has written to standard output (1) or standard error (2)."""
         target = sys.stdout if stream == 1 else sys.stderr
         with self._lock:
             target.buffer.write(data)

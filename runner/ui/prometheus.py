@@ -25,12 +25,6 @@ class RunCollector(Collector):
     """Yields the metrics of one run; the journal is read again once the cached summary is out of date."""
 
     def __init__(self, journal: Path, clock: Callable[[], float] = time.time) -> None:
-        """Prepare; nothing is read.
-
-        Args:
-            journal: The journal.
-            clock: The journal's clock, in seconds since the epoch.
-        """
         self._journal, self._clock = journal, clock
         self._fresh_until, self._run = 0.0, RunSummary()
 
@@ -48,11 +42,7 @@ class RunCollector(Collector):
 def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
     """Yield the metrics of a run; what its journal does not know yet is left out.
 
-    The reference page lists them with these help texts.
-
-    Args:
-        run: The summary of the journal.
-        now: Seconds since the epoch, by the clock of the journal.
+    The reference page lists them with these help texts. `now` is in seconds since the epoch, by the journal's clock.
     """
     yield InfoMetricFamily("runner_run", "Identity of the run.", {"run_id": run.run_id})
     yield _by("runner_state", "State of the run: 1 for the current state, 0 for the others.", "state", _states(run))
@@ -92,11 +82,6 @@ def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
 
 def serve(address: str, port: int, collector: RunCollector) -> None:
     """Serve http://ADDRESS:PORT/metrics in a thread until the process ends.
-
-    Args:
-        address: Address to listen on.
-        port: Port to listen on.
-        collector: Yields the metrics.
 
     Raises:
         UsageError: The port cannot be used.

@@ -26,11 +26,7 @@ _SILENCE_S = 120.0
 
 
 def runner_is_gone(entries: Sequence[Entry]) -> bool:
-    """Return whether the journal's last runner ran on this node and has ended.
-
-    Args:
-        entries: All entries, oldest first.
-    """
+    """Return whether the journal's last runner ran on this node and has ended."""
     last = next((entry.event for entry in reversed(entries) if isinstance(entry.event, RunStarted)), None)
     runner = RunnerProcess.from_dict(last.runner) if last is not None else None
     return last is not None and runner is not None and last.namespace == process_namespace() and runner.is_gone_here
@@ -73,11 +69,8 @@ def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -
 def _title(run: RunSummary, now: float, gone: bool) -> Text:
     state, colour, reason = run.state.value, _COLOURS.get(run.state, "white"), run.reason
     if gone and not run.state.is_over:
-        state, colour, reason = (
-            "not running",
-            "red",
-            "its runner ended without reporting; the same command continues it",
-        )
+        state, colour = "not running", "red"
+        reason = "its runner ended without reporting; the same command continues it"
     title = Text.assemble(("run ", "bold"), (run.run_id, "bold"), "  ", (state, f"bold {colour}"))
     if reason:
         title.append(f"  {reason}")
@@ -155,11 +148,6 @@ def _causes(run: RunSummary) -> Table:
     for cause, seconds in sorted(run.time_by_cause.items(), key=lambda item: -item[1]):
         if seconds > 0:
             share = seconds / run.wall_s
-            cells = math.ceil(share * _BAR_CELLS)
-            table.add_row(
-                cause,
-                duration(seconds),
-                f"{100 * share:.1f} %",
-                Text("█" * cells, "green" if cause == TRAINING else "red"),
-            )
+            bar = Text("█" * math.ceil(share * _BAR_CELLS), "green" if cause == TRAINING else "red")
+            table.add_row(cause, duration(seconds), f"{100 * share:.1f} %", bar)
     return table

@@ -1,12 +1,11 @@
-"""The report's page: figures, tables and charts in one HTML file that needs no network."""
+"""`runner report`: one HTML file with figures, tables and charts of a run, which needs no network."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -14,32 +13,16 @@ import plotly.offline
 from plotly.utils import PlotlyJSONEncoder
 
 from runner import __version__
-from runner.journal.events import Entry
 from runner.journal.ledger import CAUSES
 from runner.system.text import duration
-from runner.ui.report import charts
-from runner.ui.report.timeline import Timeline, build_timeline, goodput_of
+from runner.ui import charts
+from runner.ui.timeline import Timeline, goodput_of
 
 _LAST_TIME = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
-def render_page(
-    entries: Sequence[Entry],
-    location: str,
-    now: float | None = None,
-    price_per_hour: float | None = None,
-    spot_discount: float | None = None,
-) -> str:
-    """Return the report of a run as HTML.
-
-    Args:
-        entries: All entries of its journal, oldest first, at least one.
-        location: Where the journal was found, as the user gave it.
-        now: Seconds since the epoch, the end of the account of a run that is still going; None for the last event.
-        price_per_hour: Price of one node on demand; None for the one that the run was started with.
-        spot_discount: Share of it that is saved, from 0 to 1; None for the one that the run was started with.
-    """
-    timeline = build_timeline(entries, now, price_per_hour, spot_discount)
+def render_page(timeline: Timeline, location: str) -> str:
+    """Return the report of a run as HTML; `location` is where its journal was found, as the user gave it."""
     return _template().render(
         timeline=timeline,
         run=timeline.run,
@@ -104,5 +87,4 @@ def _template() -> jinja2.Template:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"duration": duration, "percent": lambda share: f"{100 * share:.1f} %"}
-    text = resources.files("runner.ui.report").joinpath("page.html").read_text(encoding="utf-8")
-    return environment.from_string(text)
+    return environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))

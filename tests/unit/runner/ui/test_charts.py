@@ -10,9 +10,9 @@ from helpers.journals import entries
 from unit.runner.journal.test_ledger import EVENTS, event
 
 from runner.journal.ledger import CAUSES
-from runner.ui.report import charts
-from runner.ui.report.charts import thinned
-from runner.ui.report.timeline import Timeline, build_timeline
+from runner.ui import charts
+from runner.ui.charts import thinned
+from runner.ui.timeline import Timeline, build_timeline
 
 
 @pytest.fixture(scope="module")

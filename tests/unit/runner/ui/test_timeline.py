@@ -9,7 +9,7 @@ from helpers.journals import entries
 from unit.runner.journal.test_ledger import EVENTS, ended, event
 
 from runner.journal.ledger import account
-from runner.ui.report.timeline import Mark, build_timeline, goodput_of, undisturbed_s
+from runner.ui.timeline import Mark, build_timeline, goodput_of, undisturbed_s
 
 
 def test_what_is_lost_is_shown_where_it_was_made() -> None:

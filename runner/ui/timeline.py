@@ -23,17 +23,13 @@ class LogEntry:
         attempt: Number of the attempt.
         step: Step, counted over all stages.
         lost: Whether the step was recomputed later, or is not part of the result.
-        loss: Training loss.
-        tokens_per_s: Of all ranks; None if it was not measured.
-        peak_memory_gb: Of rank 0; None if it was not measured.
+        log: What was logged.
     """
 
     attempt: int
     step: int
     lost: bool
-    loss: float
-    tokens_per_s: float | None
-    peak_memory_gb: float | None
+    log: Log
 
 
 @dataclass
@@ -135,9 +131,9 @@ def build_timeline(
 
     Args:
         entries: All entries, oldest first, at least one.
-        now: Seconds since the epoch, the end of the account of a run that is still going.
-        price_per_hour: Replaces the price that the run was started with.
-        spot_discount: Replaces the discount that the run was started with.
+        now: Seconds since the epoch, the end of the account of a run that is still going; None for the last event.
+        price_per_hour: Price of one node on demand; None for the one that the run was started with.
+        spot_discount: Share of it that is saved, from 0 to 1; None for the one that the run was started with.
     """
     run = summarise(entries, now)
     ledger = account(entries, now, run.attempts)
@@ -149,7 +145,7 @@ def build_timeline(
         _spans(ledger, began_at),
         _logs(entries, run.attempts),
         _saves(entries),
-        [*_faults(run.attempts, began_at), *_marks(entries, began_at)],
+        _marks(entries, run.attempts, began_at),
         _cost(entries, ledger, run.attempts, price_per_hour, spot_discount),
     )
 
@@ -173,17 +169,8 @@ def _logs(entries: Sequence[Entry], attempts: Sequence[AttemptAccount]) -> list[
     logs = []
     for entry in entries:
         if isinstance(entry.event, Log):
-            log, step = entry.event, entry.event.step_of_run
-            logs.append(
-                LogEntry(
-                    entry.attempt,
-                    step,
-                    step > kept_to.get(entry.attempt, step),
-                    log.loss,
-                    log.metric("tokens_per_s"),
-                    log.metric("peak_memory_gb"),
-                )
-            )
+            step = entry.event.step_of_run
+            logs.append(LogEntry(entry.attempt, step, step > kept_to.get(entry.attempt, step), entry.event))
     return logs
 
 
@@ -204,17 +191,12 @@ def _saves(entries: Sequence[Entry]) -> list[Save]:
     return list(saves.values())
 
 
-def _faults(attempts: Sequence[AttemptAccount], began_at: float) -> list[Mark]:
+def _marks(entries: Sequence[Entry], attempts: Sequence[AttemptAccount], began_at: float) -> list[Mark]:
     marks = []
     for attempt in attempts:
         if attempt.failed:
             at = attempt.failed_at or attempt.ended or attempt.last_step_at or attempt.began
             marks.append(Mark("failure", at - began_at, attempt.number, f"{attempt.kind}: {attempt.cause}"))
-    return marks
-
-
-def _marks(entries: Sequence[Entry], began_at: float) -> list[Mark]:
-    marks = []
     for entry in entries:
         match entry.event:
             case Committed(step=step, tier=tier):

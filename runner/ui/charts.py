@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import plotly.graph_objects as go
 
+from checkpointing.agent.events import Log
 from runner.journal.ledger import CAUSES, LOST, MISSING, NOT_RUNNING, TRAINING
 from runner.system.text import duration
-from runner.ui.report.timeline import LogEntry, Timeline
+from runner.ui.timeline import LogEntry, Timeline
 
 # Distinguishable with colour vision deficiency (Okabe and Ito); only training is green.
 COLOURS = {
@@ -44,12 +45,7 @@ T = TypeVar("T")
 
 
 def thinned(points: Sequence[T], limit: int = MAX_POINTS) -> list[T]:
-    """Return every k-th point and the last one.
-
-    Args:
-        points: The points.
-        limit: The approximate maximum of their number.
-    """
+    """Return every k-th point and the last one, about `limit` in all."""
     stride = -(-len(points) // limit) or 1
     chosen = list(points[::stride])
     if points and (len(points) - 1) % stride:
@@ -58,11 +54,7 @@ def thinned(points: Sequence[T], limit: int = MAX_POINTS) -> list[T]:
 
 
 def time_line(timeline: Timeline) -> go.Figure:
-    """Draw one row per attempt with its time by cause, and marks where failures and checkpoints happened.
-
-    Args:
-        timeline: The run.
-    """
+    """Draw one row per attempt with its time by cause, and marks where failures and checkpoints happened."""
     scale, unit = _unit(timeline.ledger.wall_s)
     rows = {0: "none"} | {attempt.number: str(attempt.number) for attempt in timeline.run.attempts}
     figure = go.Figure()
@@ -114,11 +106,7 @@ def _lay_out_rows(figure: go.Figure, what: str, names: list[str], unit: str) -> 
 
 
 def nodes(timeline: Timeline) -> go.Figure:
-    """Draw one row per node with the attempts that it took part in; nothing for a run of one node.
-
-    Args:
-        timeline: The run.
-    """
+    """Draw one row per node with the attempts that it took part in; nothing for a run of one node."""
     scale, unit = _unit(timeline.ledger.wall_s)
     spans: dict[int, tuple[float, float]] = {}
     for span in timeline.spans:
@@ -146,26 +134,18 @@ def nodes(timeline: Timeline) -> go.Figure:
 
 
 def loss(timeline: Timeline) -> go.Figure:
-    """Draw the loss over steps; steps that were recomputed later are a series of their own.
-
-    Args:
-        timeline: The run.
-    """
+    """Draw the loss over steps; steps that were recomputed later are a series of their own."""
     figure = go.Figure()
     kept = thinned([entry for entry in timeline.logs if not entry.lost])
-    _lines(figure, kept, "counts", COLOURS[TRAINING], "solid", lambda entry: entry.loss)
+    _lines(figure, kept, "counts", COLOURS[TRAINING], "solid", lambda log: log.loss)
     again = thinned([entry for entry in timeline.logs if entry.lost])
-    _lines(figure, again, "lost, recomputed", COLOURS[LOST], "dot", lambda entry: entry.loss)
+    _lines(figure, again, "lost, recomputed", COLOURS[LOST], "dot", lambda log: log.loss)
     figure.update_layout(xaxis_title="step", yaxis_title="training loss")
     return figure
 
 
 def where_the_time_went(timeline: Timeline) -> go.Figure:
-    """Draw the seconds of each cause.
-
-    Args:
-        timeline: The run.
-    """
+    """Draw the seconds of each cause."""
     scale, unit = _unit(timeline.ledger.wall_s)
     shown = sorted(((s, cause) for cause, s in timeline.ledger.seconds.items() if s > 0))
     figure = go.Figure(
@@ -183,11 +163,7 @@ def where_the_time_went(timeline: Timeline) -> go.Figure:
 
 
 def saves(timeline: Timeline) -> go.Figure:
-    """Draw for each checkpoint how long training waited, and how long the write to each tier took.
-
-    Args:
-        timeline: The run.
-    """
+    """Draw for each checkpoint how long training waited, and how long the write to each tier took."""
     figure = go.Figure()
     shown = thinned(timeline.saves)
     series = [("training waited", "#cc79a7", [(save.step, save.blocked_s) for save in shown])]
@@ -210,26 +186,19 @@ def saves(timeline: Timeline) -> go.Figure:
 
 
 def throughput(timeline: Timeline) -> go.Figure:
-    """Draw the tokens per second of all ranks.
-
-    Args:
-        timeline: The run.
-    """
-    figure = go.Figure()
-    _lines(figure, thinned(timeline.logs), "tokens/s", "#0072b2", "solid", lambda entry: entry.tokens_per_s)
-    figure.update_layout(xaxis_title="step", yaxis={"title": "tokens/s", "rangemode": "tozero"}, showlegend=False)
-    return figure
+    """Draw the tokens per second of all ranks."""
+    return _metric(timeline, "tokens_per_s", "tokens/s", "tokens/s", "#0072b2")
 
 
 def memory(timeline: Timeline) -> go.Figure:
-    """Draw the peak memory of rank 0.
+    """Draw the peak memory of rank 0."""
+    return _metric(timeline, "peak_memory_gb", "peak memory", "GB", "#cc79a7")
 
-    Args:
-        timeline: The run.
-    """
+
+def _metric(timeline: Timeline, metric: str, name: str, unit: str, colour: str) -> go.Figure:
     figure = go.Figure()
-    _lines(figure, thinned(timeline.logs), "peak memory", "#cc79a7", "solid", lambda entry: entry.peak_memory_gb)
-    figure.update_layout(xaxis_title="step", yaxis={"title": "GB", "rangemode": "tozero"}, showlegend=False)
+    _lines(figure, thinned(timeline.logs), name, colour, "solid", lambda log: log.metric(metric))
+    figure.update_layout(xaxis_title="step", yaxis={"title": unit, "rangemode": "tozero"}, showlegend=False)
     return figure
 
 
@@ -239,7 +208,7 @@ def _lines(
     name: str,
     colour: str,
     dash: str,
-    value: Callable[[LogEntry], float | None],
+    value: Callable[[Log], float | None],
 ) -> None:
     """Add one line per attempt as one trace, with a gap between two attempts."""
     steps: list[int | None] = []
@@ -251,7 +220,7 @@ def _lines(
             values.append(None)
             labels.append("")
         steps.append(entry.step)
-        values.append(value(entry))
+        values.append(value(entry.log))
         labels.append(f"attempt {entry.attempt}")
     if entries:
         figure.add_scatter(
@@ -267,11 +236,7 @@ def _lines(
 
 
 def style(figure: go.Figure) -> dict[str, Any]:
-    """Return a figure as JSON types, without colours for text, grid and background, which the page sets.
-
-    Args:
-        figure: The figure, which is changed.
-    """
+    """Return a figure, which is changed, as JSON types; the page sets the colours of text, grid and background."""
     figure.update_layout(
         template="none",
         margin={"l": 70, "r": 12, "t": 12, "b": 48},
