@@ -31,7 +31,7 @@ WITHOUT_UNIT_TEST = {
     "checkpointing.storage.s3": _CONTRACT,
     "checkpointing.storage.s3_transport": _CONTRACT,
 }
-_EVENT_MODULES = ("checkpointing/agent/events.py", "runner/journal/events.py", "runner/journal/parsing.py")
+_EVENT_MODULES = ("checkpointing/agent/events.py", "runner/journal/events.py")
 # Calls whose first argument may name an event.
 _EVENT_CALLS = {"all", "append", "emit", "publish", "record", "report"}
 _RETENTION_OPTION = {"keep_every", "keep_every_steps"}

@@ -1,4 +1,7 @@
-"""Loading a configuration. Precedence: defaults < YAML < environment < command line."""
+"""Loading a configuration. Precedence: defaults < YAML < environment < command line.
+
+The environment is read in one function, from one table of variables.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,36 @@ from pydantic import ValidationError
 from runner.config import trainer_options
 from runner.config.checks import SourceOf, check_all, check_model
 from runner.config.schema import DEFAULT_CONFIG, Config, MeshConfig
-from runner.config.variables import settings_from_environment
 from runner.errors import UsageError
+
+# Variable → dotted configuration key. The names are common in PyTorch, Kubeflow and Hugging Face.
+CONFIG_VARIABLES: dict[str, str] = {
+    "EPOCHS": "trainer.num_train_epochs",
+    "BATCH_SIZE": "trainer.per_device_train_batch_size",
+    "LEARNING_RATE": "trainer.learning_rate",
+    "OUTPUT_DIR": "output_dir",
+    "AIM_REPO": "tracking.aim_repo",
+    "MODEL_NAME": "model.name_or_path",
+    "MASTER_ADDR": "launch.master_addr",
+    "MASTER_PORT": "launch.master_port",
+    "WORLD_SIZE": "launch.world_size",
+    "RANK": "launch.node_rank",
+    # AWS Batch sets these in multi-node parallel jobs, except the last one on the main node.
+    "AWS_BATCH_JOB_NUM_NODES": "launch.nnodes",
+    "AWS_BATCH_JOB_NODE_INDEX": "launch.node_rank",
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "launch.master_addr",
+    # torchrun's own names, which Kubeflow's Trainer sets; they take precedence over those above.
+    "PET_MASTER_ADDR": "launch.master_addr",
+    "PET_MASTER_PORT": "launch.master_port",
+    "PET_NNODES": "launch.nnodes",
+    "PET_NPROC_PER_NODE": "launch.nproc_per_node",
+    "PET_NODE_RANK": "launch.node_rank",
+    "PET_RDZV_BACKEND": "launch.rdzv_backend",
+    "PET_RDZV_ENDPOINT": "launch.rdzv_endpoint",
+}
+# The variables that torchrun sets for each rank.
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# All other variables reach the ranks unchanged: NCCL_*, TORCH_*, CUDA_*, HF_*, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
 
 _INT = "tag:yaml.org,2002:int"
 _MESH = MeshConfig.__name__
@@ -77,6 +108,15 @@ def load_config(
     if needs_data and script is None:
         check_model(config)
     return config
+
+
+def settings_from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Return {dotted key: (text value, name of the variable)} of the variables that are set and not empty."""
+    return {
+        key: (environment[variable], variable)
+        for variable, key in CONFIG_VARIABLES.items()
+        if environment.get(variable, "") != ""
+    }
 
 
 def _names_a_job(overrides: Sequence[tuple[str, Any, str]]) -> bool:

@@ -6,8 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
+from runner.config.checks import shape_of
 from runner.config.schema import Config
-from runner.config.topology import shape_of
 from runner.doctor.collectives import check_collectives
 from runner.doctor.findings import Finding, Level, fail, warn
 from runner.doctor.gpu_checks import check_devices, check_mesh, links_between_gpus

@@ -117,12 +117,7 @@ class AttemptResult:
     used_manager: bool = False
 
     def event(self, failure: Failure, committed_step: int) -> AttemptEnded:
-        """Return the journal's event.
-
-        Args:
-            failure: The failure of all nodes.
-            committed_step: Newest committed step, -1 if there is none.
-        """
+        """Return the journal's event: the failure is that of all nodes, and the step -1 if nothing is committed."""
         return AttemptEnded(
             kind=failure.kind.value,
             cause=failure.cause,

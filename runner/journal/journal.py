@@ -13,8 +13,7 @@ from typing import Any
 
 from checkpointing.agent.events import Event
 from checkpointing.host.heartbeat import machine_clock
-from runner.journal.events import Entry
-from runner.journal.parsing import parse, undecodable
+from runner.journal.events import Entry, parse
 
 JOURNAL_NAME = "journal.jsonl"
 _HEAD_BYTES = 256
@@ -39,14 +38,7 @@ class SteadyClock:
         return self.at(machine_clock())
 
     def at(self, machine_time: float) -> float:
-        """Convert a time of `machine_clock` on this machine.
-
-        Args:
-            machine_time: Seconds of that clock.
-
-        Returns:
-            Seconds since the epoch.
-        """
+        """Convert a time of `machine_clock` on this machine to seconds since the epoch."""
         return machine_time + self._offset
 
 
@@ -59,15 +51,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """Open the journal, creating it if it does not exist.
-
-        Args:
-            path: The file.
-            clock: Returns seconds since the epoch.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Open the journal, creating it if it does not exist; OSError if the file cannot be written."""
         self._clock = clock
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pending = b""
@@ -79,16 +63,9 @@ class Journal:
             self._pending += b"\n"
 
     def append(self, event: Event, attempt: int) -> Entry:
-        """Append an event.
+        """Append an event, and return its entry with the journal's time.
 
         A full disk must not end the run: what cannot be written is kept and written with the next event.
-
-        Args:
-            event: What happened.
-            attempt: Number of the newest attempt.
-
-        Returns:
-            The entry, with the journal's time.
         """
         entry = Entry(round(self._clock(), 3), attempt, event)
         self._pending += (json.dumps(entry.to_dict()) + "\n").encode()
@@ -119,14 +96,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[Entry]:
-    """Read a journal.
-
-    Args:
-        path: The file.
-
-    Returns:
-        All whole events, oldest first; an empty list if there is no journal.
-    """
+    """Return all whole events of a journal, oldest first; an empty list if there is none."""
     return JournalReader(path).entries()
 
 
@@ -164,19 +134,13 @@ class EventStream:
         self.nbytes, self._entries, self._line = 0, list[Entry](), b""
 
     def take(self, piece: bytes) -> list[Entry]:
-        """Parse the next piece.
-
-        Args:
-            piece: The bytes after those before.
-
-        Returns:
-            All whole events so far, oldest first.
-        """
+        """Parse the bytes after those before; return all whole events so far, oldest first."""
         self.nbytes += len(piece)
         *lines, self._line = (self._line + piece).split(b"\n")
         for line in lines:
-            if line.strip():
-                self._add(line)
+            entry = parse(_decoded(line), self._last) if line.strip() else None
+            if entry is not None:
+                self._entries.append(entry)
         last = _decoded(self._line)
         unfinished = parse(last, self._last) if last is not None else None
         return [*self._entries, *([unfinished] if unfinished is not None else [])]
@@ -184,12 +148,6 @@ class EventStream:
     @property
     def _last(self) -> Entry | None:
         return self._entries[-1] if self._entries else None
-
-    def _add(self, line: bytes) -> None:
-        values = _decoded(line)
-        entry = parse(values, self._last) if values is not None else undecodable(self._last)
-        if entry is not None:
-            self._entries.append(entry)
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:

@@ -353,11 +353,7 @@ class NodeChange:
 
 
 def node_changes(attempts: Sequence[AttemptAccount]) -> list[NodeChange]:
-    """Return what each change of the nodes has cost; attempts without a step are passed over.
-
-    Args:
-        attempts: All attempts, oldest first.
-    """
+    """Return what each change of the nodes has cost; attempts without a step are passed over."""
     trained = [attempt for attempt in attempts if attempt.training_began is not None and attempt.nodes]
     changes = []
     for before, after in pairwise(trained):

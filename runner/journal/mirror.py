@@ -39,13 +39,7 @@ class JournalCopy:
     """The copy of one journal next to the checkpoints."""
 
     def __init__(self, journal: Path, lineage: str, run_id: str) -> None:
-        """Prepare; nothing is copied.
-
-        Args:
-            journal: The journal.
-            lineage: See `RestartState`; it separates the journals of two runs at one location.
-            run_id: Identity of the run's folder.
-        """
+        """Prepare to copy; the lineage (see `RestartState`) separates the journals of two runs at one location."""
         self._journal, self._name = journal, f"{_prefix(lineage)}{run_id}"
         self._kept, self._kept_at, self._keeper = 0, -COPY_INTERVAL_S, 0
 
@@ -65,21 +59,13 @@ class JournalCopy:
             self.flush(keep)
 
     def flush(self, keep: Keep) -> None:
-        """Copy new events.
-
-        Args:
-            keep: Writes the copy.
-        """
+        """Copy new events."""
         size = self._size()
         if size > self._kept and all(keep(*chunk) for chunk in self._chunks(self._kept // _CHUNK_BYTES, size)):
             self._kept = size
 
     def finish(self, storage: Storage) -> None:
-        """Copy what is missing in this process, for 5 s at most; errors leave the copy incomplete.
-
-        Args:
-            storage: The durable tier.
-        """
+        """Copy what is missing to the durable tier, for 5 s at most; errors leave the copy incomplete."""
 
         def write() -> None:
             known = storage.sidecars.sizes(self._name)
@@ -104,11 +90,7 @@ class JournalCopy:
 
 
 def needs_copy(config: Config) -> bool:
-    """Return whether checkpoints are outside of the run's folder.
-
-    Args:
-        config: The resolved configuration.
-    """
+    """Return whether checkpoints are outside of the run's folder."""
     root = config.tiers.durable.root
     return root is None or not root.is_relative_to(Path(config.output_dir).absolute())
 
@@ -229,15 +211,7 @@ class _Copy:
         self._stream, self._sizes = EventStream(), dict[str, int]()
 
     def entries(self, sizes: dict[str, int], read: Callable[[str], bytes]) -> list[Entry]:
-        """Read what is new.
-
-        Args:
-            sizes: Bytes of its chunks, in order; one grows after the other.
-            read: Returns the bytes of a chunk.
-
-        Returns:
-            All entries.
-        """
+        """Return all entries, reading what is new; `sizes` are bytes of the chunks, in the order in which they grow."""
         *settled, last = self._sizes or [""]
         in_order = [*sizes][: len(self._sizes)] == [*self._sizes] and sizes.get(last, 0) >= self._sizes.get(last, 0)
         if not in_order or any(sizes[name] != self._sizes[name] for name in settled):

@@ -81,12 +81,7 @@ class RunDirectory:
     """
 
     def __init__(self, root: str, node_rank: int = 0) -> None:
-        """Compute the paths; nothing is created.
-
-        Args:
-            root: The folder, which nodes may share.
-            node_rank: Rank of this node; all nodes but the first have records in a folder of their own.
-        """
+        """Compute the paths, and create nothing; all nodes but the first have records in a folder of their own."""
         self.root = Path(root).absolute()
         self._own = self.root if node_rank == 0 else self.root / f"node-{node_rank}"
         self.config = self._own / "config.yaml"
@@ -101,12 +96,7 @@ class RunDirectory:
         self.is_locked = False
 
     def create(self) -> None:
-        """Create the folders.
-
-        Raises:
-            UsageError: `output_dir` cannot be written.
-            StorageFailed: Its file system does not work.
-        """
+        """Create the folders; UsageError or StorageFailed if `output_dir` cannot be written."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -168,11 +158,7 @@ class RunDirectory:
         return self.run_id()
 
     def write_config(self, text: str) -> None:
-        """Write the resolved configuration, for the ranks, the other commands, and the next start to compare with.
-
-        Args:
-            text: YAML.
-        """
+        """Write the resolved configuration, for the ranks, the other commands, and the next start to compare with."""
         replace_file(self.config, text.encode(), self.config.with_name(f".{self.config.name}.tmp"))
 
     def remove_old_logs(self, attempt: int) -> None:
@@ -184,13 +170,10 @@ class RunDirectory:
                 shutil.rmtree(path, ignore_errors=True)
 
     def move_aside(self, checkpoints: Sequence[Path]) -> str:
-        """Move an earlier run's records and checkpoints to a folder `previous-N`.
+        """Move an earlier run's records and checkpoints to a folder `previous-N`, and return its path.
 
         Args:
             checkpoints: Folders of the tiers, the nearest one first.
-
-        Returns:
-            The path of that folder.
         """
         number = 1
         while (aside := self.root / f"previous-{number}").exists():

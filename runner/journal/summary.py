@@ -263,11 +263,7 @@ def _ended(state: str) -> RunState:
 
 
 def describe_nodes(run: RunSummary) -> str:
-    """Return which nodes a run has, and what changes of them have cost.
-
-    Args:
-        run: A run that may have several nodes.
-    """
+    """Return which nodes a run of several has, and what changes of them have cost."""
     text = f"{len(run.nodes)} of {run.max_nodes} ({', '.join(map(str, run.nodes))})"
     if run.leader is not None:
         text += f", node {run.leader} leads"
@@ -288,12 +284,7 @@ def describe_slow_ranks(slow: SlowRanks) -> str:
 
 
 def render(run: RunSummary, places: dict[str, str]) -> str:
-    """Format a summary as text.
-
-    Args:
-        run: The summary.
-        places: Lines to append: a name and a path or URL each.
-    """
+    """Format a summary as text, with a line for each of `places`: a name and a path or URL."""
     total = f" of {run.total_steps}" if run.total_steps else ""
     restarts = [attempt for attempt in run.attempts if attempt.failed]
     lines = [

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from checkpointing.agent.protocol import Message
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
+from runner.config.load import TORCHRUN_VARIABLES
 from runner.config.schema import Config
-from runner.config.variables import TORCHRUN_VARIABLES
 from runner.journal.attempts import AttemptSpec, Job
 from runner.journal.run_directory import RunDirectory
 from runner.system.processes import PRELOAD_ENV, RUN_ID_ENV

@@ -13,8 +13,7 @@ from checkpointing.agent.events import Event, RestartStateFailed, StorageRetried
 from checkpointing.agent.protocol import Message
 from checkpointing.host.heartbeat import Heartbeat
 from runner.errors import LaunchDelayed, LaunchError
-from runner.journal.events import Malformed
-from runner.journal.parsing import parse_event
+from runner.journal.events import Malformed, parse_event
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from checkpointing.agent.protocol import Message
 from checkpointing.host.threads import in_background
+from runner.config.checks import check_promised_gpu, check_same_nnodes, shape_of
 from runner.config.schema import Config
-from runner.config.topology import check_promised_gpu, check_same_nnodes, shape_of
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
 from runner.journal.events import AgentEndedEarly, ColdStart, Record
 from runner.journal.journal import SteadyClock

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from checkpointing.agent.events import BatchShape, Event, Log, Resumed, SlowRanks, TrainingStarted
 from runner.journal.attempts import AttemptSpec, Count, Positive, Text
-from runner.journal.parsing import parse_event
+from runner.journal.events import parse_event
 from runner.recovery.failure import Failure
 
 # Events that only the node of rank 0 sees, and that the leader's journal and console show.

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from checkpointing.errors import CheckpointError
 from checkpointing.host.memory import available_bytes
+from runner.config.checks import shape_of
 from runner.config.schema import Config
-from runner.config.topology import shape_of
 from runner.errors import UsageError
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
 from runner.plan.memory_need import ModelShape, PlannedJob, examine_model

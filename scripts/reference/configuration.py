@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from runner.config import trainer_options
-from runner.config.variables import CONFIG_VARIABLES
+from runner.config.load import CONFIG_VARIABLES
 from scripts.reference.job_schema import sections
 from scripts.reference.markdown import code, item, page, table, wrap
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from checkpointing.agent.events import Event
-from runner.journal.events import Entry, Malformed
-from runner.journal.parsing import parse, parse_event
+from runner.journal.events import Entry, Malformed, parse, parse_event
 
 
 def entry(time: float, event: str, attempt: int = 1, **details: Any) -> Entry:

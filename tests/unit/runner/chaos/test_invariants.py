@@ -10,8 +10,7 @@ from helpers import journals
 
 from checkpointing.commit.tiers import open_tiers
 from runner.chaos import invariants
-from runner.journal.events import Entry
-from runner.journal.parsing import parse
+from runner.journal.events import Entry, parse
 
 
 def journal(*entries: tuple[str, dict[str, Any]]) -> list[Entry]:

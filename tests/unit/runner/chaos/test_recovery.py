@@ -17,6 +17,7 @@ from runner.errors import ExitCode
 from runner.journal.events import Entry
 from runner.journal.parsing import parse
 from runner.recovery.kinds import FailureKind
+from runner.journal.events import Entry, parse
 
 
 class Process:

@@ -11,8 +11,7 @@ import pytest
 import checkpointing.agent.events
 from checkpointing.agent.events import CheckpointQuarantined, Event, Log, Resumed
 from runner.journal import events
-from runner.journal.events import Entry, Malformed, RunStarted, UnknownEvent
-from runner.journal.parsing import parse, parse_event, undecodable
+from runner.journal.events import Entry, Malformed, RunStarted, UnknownEvent, parse, parse_event
 
 # A value of each type that a field may have.
 VALUES: dict[Any, Any] = {
@@ -124,6 +123,15 @@ def test_a_metric_cannot_replace_a_field() -> None:
 
 
 def test_a_line_that_is_no_object() -> None:
-    assert undecodable(None) is None
-    found = undecodable(BEFORE)
+    assert parse(None, None) is None
+    found = parse(None, BEFORE)
     assert found is not None and (found.time, found.attempt) == (5.0, 2) and isinstance(found.event, Malformed)
+
+
+def test_an_attempt_in_a_message_is_no_metric() -> None:
+    event = parse_event("log", {"attempt": 1, "time": 5.0, "step": 2, "loss": 0.5, "tokens_per_s": 10.0})
+    assert event == Log(step=2, loss=0.5, metrics={"tokens_per_s": 10.0})
+    entry = Entry(7.0, 3, event)
+    line = entry.to_dict()
+    assert (line["time"], line["attempt"]) == (7.0, 3)
+    assert parse(line) == entry

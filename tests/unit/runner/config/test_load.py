@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from runner.config.load import CONFIG_VARIABLES, settings_from_environment
 from runner.config.schema import Config
-from runner.config.variables import CONFIG_VARIABLES, settings_from_environment
 
 
 def test_variables_that_are_unset_or_empty_set_nothing() -> None:
