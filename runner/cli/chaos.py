@@ -56,9 +56,6 @@ from runner.errors import UsageError
 )
 def chaos(
     config_file: str | None,
-    config_path: str | None,
-    output_dir: str | None,
-    settings: tuple[str, ...],
     kills: int,
     nodes: int | None,
     minutes: float | None,
@@ -69,7 +66,7 @@ def chaos(
     tolerance: float | None,
     keep: bool,
     json_file: Path | None,
-    **launch: Any,
+    **job: Any,
 ) -> None:
     """Inject faults into a job and verify recovery.
 
@@ -95,22 +92,24 @@ def chaos(
         return
     if unknown := set(faults) - set(names):
         raise UsageError(f"--fault {min(unknown)!r} is unknown; `runner chaos --list` shows all faults")
-    if config_file is not None and config_path is not None:
-        raise UsageError(f"CONFIG {config_file!r} and --config {config_path!r} are both given; pass only one")
+    if config_file is not None and job["config_path"] is not None:
+        raise UsageError(f"CONFIG {config_file!r} and --config {job['config_path']!r} are both given; pass only one")
+    job["config_path"] = config_file or job["config_path"]
     if deterministic:
-        settings = (*settings, "trainer.full_determinism=true")
+        job["settings"] = (*job["settings"], "trainer.full_determinism=true")
     seed = int.from_bytes(os.urandom(3), "big") if seed is None else seed
-    fewest = _fewest_nodes(nodes, launch)
-    config = load(config_file or config_path, None, settings, launch)
+    fewest = _fewest_nodes(nodes, job)
+    # The folder is the campaign's: each run in it has one of its own.
+    output_dir, job["output_dir"] = job["output_dir"], None
+    config = load(job)
     config.make_absolute()
     is_exact = config.elastic.mode == "exact"
     if nodes is not None and not is_exact:
         config = without_dropout(config)
     folder = _new_folder(output_dir or f"runs/chaos/{time.strftime('%Y%m%d-%H%M%S')}-seed-{seed}")
-    job = folder / "job.yaml"
-    job.write_text(config.to_yaml())
+    (folder / "job.yaml").write_text(config.to_yaml())
     click.echo(f"runner chaos: seed {seed}, in {folder}")
-    options, locations = ["--config", str(job)], Locations(config, folder.name)
+    options, locations = ["--config", str(folder / "job.yaml")], Locations(config, folder.name)
     campaign: Campaign | NodeCampaign
     if nodes is None:
         campaign = Campaign(
@@ -156,14 +155,14 @@ def _new_folder(name: str) -> Path:
     return folder
 
 
-def _fewest_nodes(nodes: int | None, launch: dict[str, Any]) -> int:
+def _fewest_nodes(nodes: int | None, job: dict[str, Any]) -> int:
     """Take --nnodes from the options, and return the smallest number of nodes with which a campaign's runs train."""
     from runner.config.launch import split_nnodes
 
-    if nodes is None or launch.get("nnodes") is None:
+    if nodes is None or job["nnodes"] is None:
         return 1
     # The nodes under test are no nodes of this command.
-    given = launch.pop("nnodes")
+    given, job["nnodes"] = job["nnodes"], None
     limits = split_nnodes(given)
     if limits is None or limits[1] != nodes:
         raise UsageError(f"--nnodes {given} is not of --nodes {nodes}; pass {nodes}, or MIN:{nodes}")

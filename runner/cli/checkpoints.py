@@ -179,11 +179,7 @@ def _given(options: FurtherRetention) -> dict[str, object]:
 @checkpoints.command()
 @click.argument("location")
 @click.option(
-    "--keep-last",
-    type=click.IntRange(min=1),
-    metavar="N",
-    required=True,
-    help="Number of newest checkpoints to keep.",
+    "--keep-last", type=click.IntRange(min=1), metavar="N", required=True, help="Number of newest checkpoints to keep."
 )
 @_further_retention_options
 def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) -> None:
@@ -242,10 +238,6 @@ def _stages(location: str, config: Any = None) -> list[tuple[str, Any]]:
 def _tiers(location: str, config: Any = None) -> Any:
     """Open the storage of a run by its folder, or a location of checkpoints.
 
-    Args:
-        location: A run's folder, or the folder or URL of checkpoints.
-        config: Configuration of the run, if it is known already.
-
     Raises:
         UsageError: It is neither.
     """
@@ -269,10 +261,6 @@ def _tiers(location: str, config: Any = None) -> Any:
 @contextlib.contextmanager
 def _progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on a terminal, and remove it at the end.
-
-    Args:
-        name: What is transferred.
-        total: Size in bytes.
 
     Yields:
         A function that takes the number of bytes of each step.

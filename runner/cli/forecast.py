@@ -10,16 +10,18 @@ from typing import Any
 import click
 
 from runner.cli.inspect import entries_at
-from runner.cli.options import POSITIVE, Number, config_options, load, size_of, table_console
+from runner.cli.options import POSITIVE, Number, as_json_option, config_options, load, size_of, table_console
 from runner.errors import UsageError
+
+_work_hours = click.option(
+    "--work-hours", type=POSITIVE, metavar="HOURS", default=24.0, show_default=True, help="Hours of training steps."
+)
 
 
 @click.command()
 @config_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(
-    config_path: str | None, output_dir: str | None, settings: tuple[str, ...], as_json: bool, **launch: Any
-) -> None:
+@as_json_option
+def doctor(as_json: bool, **run: Any) -> None:
     """Run preflight checks on this node, with suggested fixes.
 
     Pass the options of `start`. For a run on several nodes, start the command on all of them at the same time. The exit
@@ -30,7 +32,7 @@ def doctor(
 
     from runner.doctor import Level, examine
 
-    config = load(config_path, output_dir, settings, launch)
+    config = load(run)
     colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
     console, findings = Console(highlight=False, soft_wrap=True), []
     for finding in examine(config):
@@ -59,9 +61,7 @@ def doctor(
 )
 @click.option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, e.g. 80GiB (default: that of the GPUs here).")
 @click.option("--step-seconds", type=POSITIVE, metavar="SECONDS", help="Seconds per optimizer step (default: unknown).")
-@click.option(
-    "--work-hours", type=POSITIVE, metavar="HOURS", default=24.0, show_default=True, help="Hours of training steps."
-)
+@_work_hours
 @click.option(
     "--mttf-hours",
     type=POSITIVE,
@@ -82,11 +82,8 @@ def doctor(
     help="Bytes per second copied from a device into memory, e.g. 20GB (default: measured; 20GB with GPUs).",
 )
 @click.option("--machines", type=click.IntRange(min=1), hidden=True, help="Former name of --nnodes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 def plan(
-    config_path: str | None,
-    output_dir: str | None,
-    settings: tuple[str, ...],
     gpus: int | None,
     gpu_memory: str | None,
     step_seconds: float | None,
@@ -96,7 +93,7 @@ def plan(
     copy_rate: str | None,
     machines: int | None,
     as_json: bool,
-    **launch: Any,
+    **run: Any,
 ) -> None:
     """Estimate memory, goodput and cost of a run.
 
@@ -106,8 +103,8 @@ def plan(
     from runner.plan.plan import Assumptions, make_plan, render
 
     if machines is not None:
-        launch = {**launch, "nnodes": machines}
-    config = load(config_path, output_dir, settings, launch)
+        run["nnodes"] = machines
+    config = load(run)
     assumptions = Assumptions(
         gpus, size_of("--gpu-memory", gpu_memory), step_seconds, work_hours, mttf_hours, reclaims_per_day,
         size_of("--copy-rate", copy_rate),
@@ -121,9 +118,7 @@ def plan(
 
 @click.command()
 @click.option("--from", "source", metavar="LOCATION", help="Run whose journal provides the durations (default: none).")
-@click.option(
-    "--work-hours", type=POSITIVE, metavar="HOURS", default=24.0, show_default=True, help="Hours of training steps."
-)
+@_work_hours
 @click.option(
     "--mttf-hours", type=POSITIVE, metavar="HOURS", help="Mean hours between failures (default: no failures)."
 )
@@ -196,7 +191,7 @@ def plan(
     type=click.Path(dir_okay=False, path_type=Path),
     help="HTML file to write the sensitivity plot to; needs --vary.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 def simulate(
     source: str | None,
     work_hours: float,

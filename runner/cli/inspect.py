@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runner.cli.options import Number, config_options, load
+from runner.cli.options import Number, as_json_option, config_options, load
 from runner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,13 +26,7 @@ _STATUS_PATIENCE_S = 5.0
 @click.command()
 @config_options
 @click.option("--trainer-options", is_flag=True, help="List the options that `trainer:` accepts, with their types.")
-def config(
-    config_path: str | None,
-    output_dir: str | None,
-    settings: tuple[str, ...],
-    trainer_options: bool,
-    **launch: Any,
-) -> None:
+def config(trainer_options: bool, **run: Any) -> None:
     """Print the resolved configuration.
 
     Later sources override earlier ones: defaults, YAML file, environment variables, command line.
@@ -44,13 +38,13 @@ def config(
             if name not in options.RESERVED:
                 click.echo(f"{name}: {options.describe(kind)}")
         return
-    click.echo(load(config_path, output_dir, settings, launch).to_yaml(), nl=False)
+    click.echo(load(run).to_yaml(), nl=False)
 
 
 @click.command()
 @click.argument("location", required=False)
 @click.option("--watch", is_flag=True, help="Refresh the status until the run ends.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 def status(location: str | None, watch: bool, as_json: bool) -> None:
     """Show the status of a run.
 
@@ -117,11 +111,7 @@ def _newest_run() -> str:
 
 
 def entries_at(location: str) -> list[Entry]:
-    """Read the journals of a run, with a warning about those that cannot be read.
-
-    Args:
-        location: The run's folder, or the location of its checkpoints.
-    """
+    """Read the journals of a run, with a warning about those that cannot be read."""
     from runner.journal.mirror import History
 
     history = History(location)

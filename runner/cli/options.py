@@ -23,7 +23,7 @@ class Number(click.FloatRange):
 
 
 POSITIVE = Number(min=0, min_open=True)
-
+as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 _CONFIG_OPTIONS = [
     click.option(
@@ -84,21 +84,11 @@ def config_options(command: Any) -> Any:
     return command
 
 
-def load(
-    config_path: str | None,
-    output_dir: str | None,
-    settings: tuple[str, ...],
-    launch: dict[str, Any],
-    restart: dict[str, Any] | None = None,
-    script: str | None = None,
-) -> Any:
+def load(options: dict[str, Any], restart: dict[str, Any] | None = None, script: str | None = None) -> Any:
     """Load the configuration of a command line.
 
     Args:
-        config_path: Value of `--config`.
-        output_dir: Value of `--output-dir`.
-        settings: Values of `--set`.
-        launch: Options of the section `launch`, by key; None where an option is not given.
+        options: Values of `config_options`, and of further keys of the section `launch`; None for one not given.
         restart: Options of the section `restart`, likewise.
         script: The user's own training script.
 
@@ -110,17 +100,17 @@ def load(
     """
     from runner.config.load import load_config, parse_setting
 
-    overrides = [parse_setting(text) for text in settings]
-    if output_dir is not None:
-        overrides.append(("output_dir", output_dir, "--output-dir"))
-    for name, value in launch.items():
-        if value is not None:
+    overrides = [parse_setting(text) for text in options["settings"]]
+    if options["output_dir"] is not None:
+        overrides.append(("output_dir", options["output_dir"], "--output-dir"))
+    for name, value in options.items():
+        if value is not None and name not in ("config_path", "output_dir", "settings"):
             text = int(value) if name == "nproc_per_node" and str(value).lstrip("-").isdigit() else value
             overrides.append((f"launch.{name}", text, f"--{name.replace('_', '-')} {value}"))
     for name, value in (restart or {}).items():
         if value is not None:
             overrides.append((f"restart.{name}", value, f"--{name.removesuffix('_s').replace('_', '-')} {value}"))
-    return load_config(config_path, os.environ, overrides, script=script)
+    return load_config(options["config_path"], os.environ, overrides, script=script)
 
 
 def table_console() -> Any:
@@ -132,11 +122,7 @@ def table_console() -> Any:
 
 
 def size_of(option: str, text: str | None) -> int | None:
-    """Return the bytes of a size such as 80GiB; None if the option is not given.
-
-    Raises:
-        UsageError: It is not a size above 0.
-    """
+    """Return the bytes of a size such as 80GiB; None if the option is not given."""
     from checkpointing.host.memory import parse_bytes
 
     try:

@@ -1,4 +1,4 @@
-"""The command `runner start`."""
+"""The commands `runner init` and `runner start`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,29 @@ import click
 from runner.cli.options import Number, config_options, load
 from runner.errors import UsageError
 from runner.ranks.output import make_streams_lossy
+
+
+@click.command()
+@click.argument("path", default="job.yaml", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--force", is_flag=True, help="Overwrite PATH if it exists.")
+def init(path: Path, force: bool) -> None:
+    """Write a commented configuration file.
+
+    PATH (default: job.yaml) gets the configuration of the bundled example job, with every other key as a comment.
+    """
+    from runner.config.schema import JOB_SCHEMA
+    from runner.config.template import job_template
+
+    folder = path.absolute().parent
+    # A path inside the project is the same on other machines.
+    schema = JOB_SCHEMA.relative_to(folder) if JOB_SCHEMA.is_relative_to(folder) else JOB_SCHEMA
+    text = job_template(str(schema), path.name)
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(f"{path} exists; pass --force to overwrite it, or choose another PATH") from None
+    click.echo(f"runner: wrote {path}; start the run with: runner start --config {path}")
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -63,9 +86,6 @@ from runner.ranks.output import make_streams_lossy
 @click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def start(
-    config_path: str | None,
-    output_dir: str | None,
-    settings: tuple[str, ...],
     resume: str,
     overwrite: bool,
     resume_from: str | None,
@@ -76,7 +96,7 @@ def start(
     debug: bool,
     script: str | None,
     args: tuple[str, ...],
-    **launch: Any,
+    **run: Any,
 ) -> None:
     """Run a training job to completion; restart it after failures.
 
@@ -97,8 +117,8 @@ def start(
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
     if metrics_port is not None:
-        settings = (*settings, f"monitoring.port={metrics_port}")
-    config = load(config_path, output_dir, settings, launch, restart, script)
+        run["settings"] = (*run["settings"], f"monitoring.port={metrics_port}")
+    config = load(run, restart, script)
     if script is not None and not Path(script).is_file():
         raise UsageError(f"script {script!r} does not exist; pass the path of a Python file")
     if debug:
@@ -124,11 +144,7 @@ def start(
 
 
 def _scaled_down(config: Any, script: str | None, resume: str) -> Any:
-    """Return the configuration of a scaled-down job, and set what this process needs for it.
-
-    Raises:
-        UsageError: The job is a script's, or is to be resumed.
-    """
+    """Return the configuration of a scaled-down job, and set what this process needs for it."""
     from runner.config.debug import debugging_environment, for_debugging
     from runner.system.gpus import find_gpus
 
@@ -142,11 +158,7 @@ def _scaled_down(config: Any, script: str | None, resume: str) -> Any:
 
 
 def resume_step(text: str) -> str | int:
-    """Parse the value of `--resume`: auto, never, or a step.
-
-    Raises:
-        UsageError: It is none of them.
-    """
+    """Parse the value of `--resume`: auto, never, or a step."""
     if text in ("auto", "never"):
         return text
     if text.isascii() and text.isdigit():
