@@ -100,10 +100,7 @@ def load_config(
         config = Config.model_validate(document)
     except ValidationError as error:
         raise UsageError(_explain(error, source_of)) from None
-    options: dict[str, Any] = {}
-    for name, value in config.trainer.items():
-        options |= trainer_options.validate({name: value}, source_of(f"trainer.{name}"))
-    config.trainer = options
+    config.trainer = trainer_options.validate(config.trainer, source_of)
     check_all(config, source_of, needs_data=needs_data)
     if needs_data and script is None:
         check_model(config)

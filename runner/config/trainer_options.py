@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
@@ -17,11 +18,11 @@ from pydantic import TypeAdapter, ValidationError
 from checkpointing.host.environment import not_installed
 from runner.errors import UsageError
 
-_SOURCES = [
-    ("transformers", "training_args.py", "TrainingArguments"),
-    ("trl", "trainer/sft_config.py", "SFTConfig"),
-]
-_BASES = {"trl": ["trainer/base_config.py"]}
+# By package, the files with the fields of `SFTConfig` and its base classes.
+_SOURCES = {
+    "transformers": ["training_args.py"],
+    "trl": ["trainer/base_config.py", "trainer/sft_config.py"],
+}
 _TYPES: dict[str, Any] = {
     "int": int,
     "float": float,
@@ -64,34 +65,35 @@ def fields() -> dict[str, Any]:
         UsageError: transformers or trl is not installed.
     """
     found: dict[str, Any] = {}
-    for package, file, _ in _SOURCES:
+    for package, files in _SOURCES.items():
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise UsageError(not_installed(package, "sft"))
         root = Path(next(iter(spec.submodule_search_locations)))
-        for name in [*_BASES.get(package, []), file]:
+        for name in files:
             if (root / name).exists():
                 found |= _fields_of(root / name)
     return found
 
 
-def validate(options: dict[str, Any], source: str) -> dict[str, Any]:
+def validate(options: dict[str, Any], source_of: Callable[[str], str]) -> dict[str, Any]:
     """Check the names and types of options.
 
     Args:
         options: Options by name.
-        source: Where they were set, for the error.
+        source_of: Names where a key was set, for the error.
 
     Returns:
         The options, with text converted where the field is a number.
 
     Raises:
-        UsageError: A name is unknown or reserved, or a value has the wrong type. The text names `source`, key, value
-            and what is allowed.
+        UsageError: A name is unknown or reserved, or a value has the wrong type. The text names source, key, value and
+            what is allowed.
     """
     known = fields()
     checked = {}
     for name, value in options.items():
+        source = source_of(f"trainer.{name}")
         if name in RESERVED:
             raise UsageError(f"{source}: trainer.{name} cannot be set: {RESERVED[name]}")
         if name not in known and _FORMER_NAMES.get(name) in known:

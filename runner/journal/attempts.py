@@ -46,11 +46,8 @@ class AttemptSpec:
         divisor: Parts that micro-batches are divided into.
         skipped: Windows of steps that are skipped, as text: "41-45,60-60".
         failure_history: "FAILURES:SECONDS" of the run so far.
-        lineage: See `RestartState`.
-        lost_steps: See `RestartState`.
-        reached: See `RestartState`.
-        resume_from: See `Job`; the leader's value is used by nodes that were given none.
-        allow_changes: Likewise.
+        lineage: See `RestartState`, also for `lost_steps` and `reached`.
+        resume_from: See `Job`, also for `allow_changes`; nodes that were given none use the leader's value.
         max_nodes: Nodes that the run may have; 0 for `nnodes`.
         held: Whether some node that takes part may hold the newest snapshot: others need not read it from storage.
         leader: Node rank of the leader, where the ranks of all nodes meet.
@@ -96,14 +93,13 @@ class AttemptSpec:
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended on this node.
+    """How an attempt ended on this node. Times are seconds since the epoch.
 
     Attributes:
-        failure: Why.
         start_step: Step that it started from.
-        training_began: When its first step began, in seconds since the epoch; 0 if it did not come so far.
+        training_began: When its first step began; 0 if it did not come so far.
         last_step_at: Likewise, when its last finished step ended.
-        failed_at: Likewise, the first sign of a failure; 0 if there was none.
+        failed_at: The first sign of a failure; 0 if there was none.
         log: File with the standard error of the rank that failed; None if there is none.
         used_manager: Whether some rank used a checkpoint manager.
     """

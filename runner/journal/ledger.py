@@ -45,22 +45,16 @@ class AttemptAccount:
     """One attempt. Times are seconds since the epoch, None for what it did not reach.
 
     Attributes:
-        number: Its number in the run, from 1.
         nodes: Node ranks of its nodes; empty for a run of one node, and in old journals.
         share: Its share of the nodes that the run may have, from 0 to 1.
-        began: When the runner started it.
         ranks_began: When its first rank reported.
-        start_step: Step that it started from.
         training_began: When its first step began.
-        last_step: Last step that it finished.
-        last_step_at: When it finished that step.
         failed_at: First sign that it had failed.
         ended: When all its processes had ended.
         kind: Value of a `FailureKind`, `RUNNING` or `CUT_OFF`.
         cause: Why it ended, for people.
         restore_s: Seconds that rank 0 took to restore.
         stall_s: Seconds that training waited for snapshots.
-        evaluation_s: Seconds of evaluations.
         data_wait: For each log entry its step, and the seconds per step that training waited for data.
         backoff_s: Seconds of backoff after it.
         lost_steps: Steps that later attempts had to compute again.
@@ -138,14 +132,7 @@ class AttemptAccount:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a run's time.
-
-    Attributes:
-        cause: One of `CAUSES`.
-        begin: Seconds since the epoch.
-        end: Seconds since the epoch.
-        attempt: Number of the attempt; 0 outside of all attempts.
-    """
+    """A stretch of a run's time, in seconds since the epoch; the attempt is 0 outside of all attempts."""
 
     cause: str
     begin: float

@@ -69,9 +69,7 @@ class RunDirectory:
     """Paths inside `output_dir`.
 
     Attributes:
-        root: The folder.
         config: The resolved configuration.
-        journal: The journal.
         logs: Folder for the ranks' output and stacks.
         cache: Folder for prepared data.
         best_model: Folder of the bundled job's best model.

@@ -81,34 +81,25 @@ _NOTHING_STUCK = Stuck([], 0, "")
 
 @dataclass
 class RunSummary:
-    """The fold of a journal.
+    """The fold of a journal. What is not known yet is empty or None.
 
     Attributes:
-        run_id: Identity of the run; empty if the journal has no event.
-        state: What the run is doing.
-        reason: Why it ended.
+        reason: Why the run ended.
         exit_code: The runner's exit code; None while it runs.
-        total_steps: Step at which training ends; None if unknown.
         step: Newest finished step.
-        first_loss: Loss of the first log entry.
-        last_loss: Loss of the newest log entry.
         tokens_per_s: Of all ranks, by the newest log entry that has it.
-        attempts: All attempts, oldest first.
         nodes: Node ranks of the nodes of the newest attempt; empty for a run of one node.
         max_nodes: Nodes that the run may have; 0 for a run of one node, and in old journals.
         leader: Node rank of the node that leads in place of the first one; None if none has had to.
         slow: Which ranks compute more slowly than the others now; None if there are none.
         node_changes: What each change of the nodes has cost, oldest first.
         committed: Committed steps, in the order of their commits.
-        newest_by_tier: Newest committed step of each tier.
-        newest_at_by_tier: When that was committed, in seconds since the epoch.
+        newest_at_by_tier: When the newest step of a tier was committed, in seconds since the epoch.
         restarts_left: Failures that the budget allows before a new checkpoint refills it.
         step_s: Seconds that a step takes now, by the newest log entries.
         heard_at: Time of the newest event, in seconds since the epoch.
         skipped_snapshots: Snapshots for which no memory was free.
-        failed_commits: Checkpoints that could not be published.
-        last_failed_commit: Why the newest of them could not.
-        stuck: By tier, checkpoints that retention could not remove: their steps, their size in bytes, and why.
+        stuck: By tier, checkpoints that retention could not remove.
         quarantined: Where invalid checkpoints are kept.
         malformed_events: Lines of the journal that are damaged.
         lost_steps: Steps that had to be recomputed.

@@ -128,12 +128,10 @@ def _epochs(sidecars: Sidecars) -> list[int]:
 
 @dataclass(frozen=True)
 class LeaseClaim:
-    """A node that may lead.
+    """A node that may lead, with the sidecars of the durable tier, which all nodes see.
 
     Attributes:
-        sidecars: Those of the durable tier, which all nodes see.
         holder: Identity of this node's folder.
-        node_rank: Its node rank.
         session: Identity of this process.
     """
 

@@ -30,7 +30,7 @@ from runner.ranks.watchdog import Watchdog
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.system.event_loop import EventLoop, StopRequest
-from runner.system.host import Host
+from runner.system.processes import Host
 from runner.ui.progress import ProgressDisplay
 
 _SOON_S = 0.05

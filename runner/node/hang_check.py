@@ -20,6 +20,7 @@ from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.system import processes
 from runner.system.host import Host
+from runner.system.processes import Host
 from runner.ui.progress import ProgressDisplay
 
 _STATES_EVERY_S = 1.0

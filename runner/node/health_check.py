@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from runner.errors import GpuFaulty
 from runner.system.event_loop import EventLoop, StopRequest
-from runner.system.host import Host
+from runner.system.processes import Host
 
 _SOON_S = 0.05
 # A GPU that does not answer: loading torch and the driver from a cold disk takes a minute at most.

@@ -17,7 +17,7 @@ from runner.journal.events import Malformed, parse_event
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
-from runner.system.host import Host
+from runner.system.processes import Host
 
 _SOON_S = 0.05
 # Seconds until the launcher has loaded torch; imports from a cold, slow disk take minutes.

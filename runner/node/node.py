@@ -29,7 +29,7 @@ from runner.ranks.watch import RankEvents
 from runner.recovery.failure import Failure
 from runner.system.cache import is_sealed
 from runner.system.event_loop import EventLoop, StopRequest
-from runner.system.host import Host
+from runner.system.processes import Host
 from runner.ui.progress import ProgressDisplay
 
 # Seconds between turns while ranks train: events wake the loop, and these turns notice what shows only with time.

@@ -11,7 +11,7 @@ from runner.node.health_check import HealthCheck
 from runner.node.node import Node
 from runner.session.excluded_machines import exclude_own_machine
 from runner.session.session import Session
-from runner.system.host import Host
+from runner.system.processes import Host
 
 
 def make_node(

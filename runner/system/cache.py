@@ -18,11 +18,7 @@ _LIST_NAME = "sealed.json"
 
 
 def seal(cache: Path) -> None:
-    """Make all files durable and list them. If that fails, they are recomputed after the next start.
-
-    Args:
-        cache: Folder of the cache.
-    """
+    """Make all files of a cache durable and list them. If that fails, they are recomputed after the next start."""
     sizes = _sizes(cache)
     if sizes == _sealed(cache):
         return
@@ -34,20 +30,12 @@ def seal(cache: Path) -> None:
 
 
 def is_sealed(cache: Path) -> bool:
-    """Return whether a cache has been filled once.
-
-    Args:
-        cache: Folder of the cache.
-    """
+    """Return whether a cache has been filled once."""
     return (cache / _LIST_NAME).exists()
 
 
 def discard_unsealed(cache: Path) -> None:
-    """Remove files that are not listed with their size; they will be recomputed.
-
-    Args:
-        cache: Folder of the cache.
-    """
+    """Remove files that are not listed with their size; they will be recomputed."""
     sealed = _sealed(cache)
     for name, size in _sizes(cache).items():
         if sealed.get(name) != size:

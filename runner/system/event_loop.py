@@ -56,11 +56,7 @@ class StopRequest:
         return self._hurried_at is not None
 
     def over_at(self, grace_s: float) -> float:
-        """Return the monotonic seconds at which the grace period ends.
-
-        Args:
-            grace_s: Length of the grace period in seconds.
-        """
+        """Return the monotonic seconds at which a grace period of so many seconds ends."""
         return self.asked_at + grace_s if self._hurried_at is None else self._hurried_at
 
     def count_signals(self) -> None:
@@ -101,7 +97,6 @@ class EventLoop:
     """Calls handlers of files, timers and calls. Every wait goes through it, so that all can be interrupted."""
 
     def __init__(self) -> None:
-        """Create a loop without handlers."""
         self._selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[_Timer] = []
@@ -150,15 +145,10 @@ class EventLoop:
             return False
 
     def pump_until(self, done: Callable[[], bool], deadline: float, turn_s: float = 0.1) -> bool:
-        """Handle events until a condition holds.
-
-        Args:
-            done: The condition.
-            deadline: Monotonic seconds at which to give up.
-            turn_s: Seconds between two looks at the condition if nothing happens.
+        """Handle events until a condition holds, looking at it every `turn_s` seconds if nothing happens.
 
         Returns:
-            Whether the condition holds.
+            Whether it holds; it may not at the deadline, in monotonic seconds.
         """
         while not done():
             left = deadline - time.monotonic()

@@ -32,12 +32,7 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU.
-
-    Attributes:
-        index: Index as nvidia-smi counts.
-        memory_bytes: Size of its memory in bytes.
-    """
+    """One GPU, with its index as nvidia-smi counts."""
 
     index: int
     memory_bytes: int

@@ -12,10 +12,12 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
+
+from checkpointing.host.memory import oom_kills
 
 RUN_ID_ENV = "RUNNER_RUN_ID"
 # Modules that the fork server loads before it forks ranks, separated by spaces; see `runner.launcher.launch_request`.
@@ -24,6 +26,7 @@ PRELOAD_ENV = "RUNNER_PRELOAD"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 FORK_SERVER_NAME = "fork-server"
 _TRACKER_PATIENCE_S = 1.0
+_OLD_S = 10.0
 # Where glibc keeps POSIX semaphores (sem_overview(7)).
 _SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
@@ -55,11 +58,7 @@ def yield_to_others() -> None:
 
 
 def die_with_parent(is_orphan: Callable[[], bool]) -> None:
-    """Have the kernel kill this process when its parent dies (prctl(2)).
-
-    Args:
-        is_orphan: Whether the parent died before this call, of which the kernel sends no signal.
-    """
+    """Have the kernel kill this process when its parent dies (prctl(2)); of one that died before it sends no signal."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if is_orphan():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -81,34 +80,6 @@ def set_name(name: str) -> None:
 def descendants() -> list[psutil.Process]:
     """Return all running descendants of this process."""
     return [process for process in psutil.Process().children(recursive=True) if is_running(process)]
-
-
-def descendants_of_runs(
-    others: Collection[tuple[int, int | None]] = (), *, adopts_strangers: bool
-) -> list[psutil.Process]:
-    """Return the running descendants of this process that are a run's.
-
-    One that was started by `exec` keeps the children of the shell before it, such as a mounted file system or an SSH
-    server: these, and what descends from them, are not the runner's to end. A container's first process also adopts
-    whatever loses its parent there: then those are a run's that carry its mark, or descend from one that does. One that
-    has overwritten its environment, or was started without one, counts as the run's: it may hold a GPU.
-
-    Args:
-        others: Process ids and times of start, in ticks, of processes that are not the run's.
-        adopts_strangers: This process may adopt what is not the run's. Otherwise all other descendants are the run's,
-            with whatever environment they were started.
-    """
-    found: dict[int, psutil.Process] = {}
-    spared: set[int] = set()
-    # Parents come before their children.
-    for process in descendants():
-        with contextlib.suppress(psutil.Error):
-            parent = process.ppid()
-            if parent in spared or (process.pid, start_ticks(process.pid)) in others:
-                spared.add(process.pid)
-            elif not adopts_strangers or parent in found or _is_of_a_run(process.pid):
-                found[process.pid] = process
-    return list(found.values())
 
 
 def _is_of_a_run(pid: int) -> bool:
@@ -155,7 +126,7 @@ def processes_of_run(run_id: str, node_rank: int) -> list[psutil.Process]:
 
 
 def kill_all(find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) -> int:
-    """Send SIGKILL to what `find` returns until it returns nothing.
+    """Send SIGKILL to what `find` returns until it returns nothing; return how many processes were killed.
 
     multiprocessing's resource tracker gets a moment: it exits after the processes that it works for, and then removes
     the semaphores that they left in /dev/shm.
@@ -163,9 +134,6 @@ def kill_all(find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) 
     Args:
         find: Returns the processes that are still to be killed.
         timeout_s: Seconds after which to give up.
-
-    Returns:
-        How many processes were killed.
     """
     killed: set[int] = set()
     began = time.monotonic()
@@ -205,17 +173,17 @@ def _command(process: psutil.Process) -> str:
 
 def reap_strays(managed: set[int]) -> None:
     """Reap adopted children that have exited, except the process ids in `managed`."""
-    reap(pid for pid, _ in zombies(managed))
+    _reap(pid for pid, _ in _zombies(managed))
 
 
-def reap(pids: Iterable[int]) -> None:
-    """Reap children that have exited; somebody else may have done so."""
+def _reap(pids: Iterable[int]) -> None:
     for pid in pids:
+        # Somebody else may have done so.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
-def zombies(managed: set[int]) -> set[tuple[int, int]]:
+def _zombies(managed: set[int]) -> set[tuple[int, int]]:
     """Return process ids and times of start of children that have exited, except the process ids in `managed`."""
     found = set()
     for child in psutil.Process().children():
@@ -246,3 +214,76 @@ def state(pid: int) -> str:
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "?"
+
+
+class Host:
+    """What the runner asks of the operating system of this node; unit tests replace it."""
+
+    def __init__(self, *, adopts_strangers: bool | None = None) -> None:
+        """Note what runs below this process before the run begins.
+
+        One that was started by `exec` keeps the children of the shell before it, such as a mounted file system or an
+        SSH server: these, and what descends from them, are not the runner's to end.
+
+        Args:
+            adopts_strangers: Whether this process adopts what others than the run have started, and lost. None: as a
+                container's first process does, and one that has descendants already.
+        """
+        self._zombies: set[tuple[int, int]] = set()
+        self._looked_at = self.monotonic()
+        self._others = {(process.pid, start_ticks(process.pid)) for process in descendants()}
+        # What the shell before `exec` had started may lose its parent, too.
+        is_first = os.getpid() == 1 or bool(self._others)
+        self._adopts_strangers = is_first if adopts_strangers is None else adopts_strangers
+
+    def monotonic(self) -> float:
+        """Return the seconds of a clock that is never set."""
+        return time.monotonic()
+
+    def oom_kills(self) -> int:
+        """Return how many processes the kernel killed because memory ran out, in this container or on this node."""
+        return oom_kills()
+
+    def process_state(self, pid: int) -> str:
+        """Return the state of a process as one letter of ps(1); ? if it does not exist."""
+        return state(pid)
+
+    def descendants(self) -> list[psutil.Process]:
+        """Return the running descendants of this process that are a run's.
+
+        Where this process adopts others, those are a run's that carry its mark, or descend from one that does. One that
+        has overwritten its environment, or was started without one, counts as the run's: it may hold a GPU. Elsewhere
+        all descendants are the run's, with whatever environment they were started, except those from before.
+        """
+        found: dict[int, psutil.Process] = {}
+        spared: set[int] = set()
+        # Parents come before their children.
+        for process in descendants():
+            with contextlib.suppress(psutil.Error):
+                parent = process.ppid()
+                if parent in spared or (process.pid, start_ticks(process.pid)) in self._others:
+                    spared.add(process.pid)
+                elif not self._adopts_strangers or parent in found or _is_of_a_run(process.pid):
+                    found[process.pid] = process
+        return list(found.values())
+
+    def kill_all(self, find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) -> int:
+        """Send SIGKILL to what `find` returns until it returns nothing; return how many processes were killed."""
+        return kill_all(find, timeout_s)
+
+    def reap_strays(self, managed: set[int]) -> None:
+        """Reap adopted children that have exited, except the process ids in `managed`."""
+        reap_strays(managed)
+
+    def reap_old(self, managed: set[int]) -> None:
+        """Reap, every 10 s, the children that had exited 10 s ago, except the process ids in `managed`.
+
+        What this process has started itself, it waits for earlier. A rank's orphans are its children, too, and there
+        may be one for each step: a container has a limit of processes.
+        """
+        if self.monotonic() < self._looked_at + _OLD_S:
+            return
+        self._looked_at = self.monotonic()
+        now = _zombies(managed)
+        _reap(pid for pid, _ in now & self._zombies)
+        self._zombies = now - self._zombies

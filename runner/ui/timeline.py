@@ -20,10 +20,8 @@ class LogEntry:
     """One log entry.
 
     Attributes:
-        attempt: Number of the attempt.
         step: Step, counted over all stages.
         lost: Whether the step was recomputed later, or is not part of the result.
-        log: What was logged.
     """
 
     attempt: int
@@ -37,7 +35,6 @@ class Save:
     """One checkpoint.
 
     Attributes:
-        step: Its step.
         attempt: The attempt that saved it.
         blocked_s: Seconds that training waited for its snapshot; None if that was not measured.
         write_s: Seconds that each tier took.
@@ -53,13 +50,9 @@ class Save:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at one moment.
+    """Something that happened at one moment, in seconds since the run's first event.
 
-    Attributes:
-        kind: ``failure``, ``committed``, ``save failed`` or ``quarantined``.
-        at: Seconds since the run's first event.
-        attempt: Number of the attempt.
-        text: What happened.
+    Its kind is ``failure``, ``committed``, ``save failed`` or ``quarantined``.
     """
 
     kind: str
@@ -101,12 +94,8 @@ class Timeline:
     """A run, ready to be drawn. Times are seconds since the run's first event.
 
     Attributes:
-        run: Its summary.
-        ledger: Where its time went.
         began_at: Time of its first event, in seconds since the epoch.
         spans: Stretches of time by cause, with lost steps at the end of their attempt's training.
-        logs: All log entries.
-        saves: All checkpoints.
         marks: Failures, commits and other moments.
         cost: What it cost; None without a price.
     """

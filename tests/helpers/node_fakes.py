@@ -21,7 +21,7 @@ from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.session.session import Session
 from runner.system.event_loop import StopRequest
-from runner.system.host import Host
+from runner.system.processes import Host
 
 
 class FakeHost(Host):

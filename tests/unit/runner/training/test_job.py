@@ -21,7 +21,7 @@ def test_the_trainer_makes_folders_in_the_runs_own_alone(
     monkeypatch.setenv("WORLD_SIZE", "1")
     config = Config(
         output_dir=str(tmp_path / "run"),
-        trainer=validate({"activation_checkpointing": False}, "test"),
+        trainer=validate({"activation_checkpointing": False}, str),
         checkpoint=CheckpointConfig(location=location),
     )
     Trainer(model=torch.nn.Linear(1, 1), args=training_arguments(config))
@@ -36,6 +36,6 @@ def test_the_learning_rate_follows_the_virtual_ranks_and_not_the_ranks(
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr("runner.training.job.rank_settings", lambda: RankSettings(planned_ranks=planned))
     elastic = {"mode": "exact", "virtual_ranks": 8}
-    trainer = validate({"learning_rate": 1e-3, "activation_checkpointing": False}, "test")
+    trainer = validate({"learning_rate": 1e-3, "activation_checkpointing": False}, str)
     config = Config.model_validate({"output_dir": str(tmp_path), "trainer": trainer, "elastic": elastic})
     assert training_arguments(config).learning_rate == 8e-3

@@ -11,7 +11,7 @@ import pytest
 from helpers.node_fakes import FakeHost
 
 from runner.system import processes
-from runner.system.host import Host
+from runner.system.processes import Host
 
 
 def questions(of: type) -> set[str]:
@@ -98,7 +98,7 @@ def test_a_time_limit_ends_the_hunt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processes_that_someone_waits_for_are_not_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[set[int]] = []
-    monkeypatch.setattr("runner.system.host.processes.reap_strays", asked.append)
+    monkeypatch.setattr("runner.system.processes.reap_strays", asked.append)
     Host().reap_strays({1, 2})
     assert asked == [{1, 2}]
 
