@@ -97,12 +97,7 @@ class StorageFull(StorageFailed):
 
 
 def unusable(text: str, error: OSError) -> RunnerError:
-    """Return an error by whether a name or a permission is wrong, or the file system does not work.
-
-    Args:
-        text: What cannot be used, and why.
-        error: What the system has answered.
-    """
+    """Return the error for a text by whether a name or a permission is wrong, or the file system does not work."""
     # A storage library's own error has none, but is raised from the system's.
     number = error.errno or getattr(error.__cause__, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, Unpack, cast
 import click
 
 from checkpointing.commit.retention import FurtherRetention, Retention
-from runner.cli.options import run_directory_of
 from runner.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -193,12 +192,13 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
     from checkpointing.commit.catalog import verify as verify_copy
     from checkpointing.commit.retention import best_by, steps_to_remove
     from checkpointing.errors import InvalidCheckpoint
+    from runner.journal.run_directory import RunDirectory
 
     config = _config_of(location)
     metric, greater = None, False
     if config is not None:
         # The lock is held to the end: a running run prunes by itself, and none may start meanwhile.
-        run_directory_of(config).lock(cancelled=lambda: True)
+        RunDirectory(config.output_dir, config.launch.node_rank).lock(cancelled=lambda: True)
         metric, greater = best_by(config.best_metric, config.trainer.get("greater_is_better"))
         further = cast(FurtherRetention, {**config.checkpoint.further_retention, **_given(further)})
     retention = Retention(keep_last=keep_last, best_metric=metric, greater_is_better=greater, **further)
@@ -236,11 +236,7 @@ def _stages(location: str, config: Any = None) -> list[tuple[str, Any]]:
 
 
 def _tiers(location: str, config: Any = None) -> Any:
-    """Open the storage of a run by its folder, or a location of checkpoints.
-
-    Raises:
-        UsageError: It is neither.
-    """
+    """Open the storage of a run by its folder, or a location of checkpoints; UsageError if it is neither."""
     from checkpointing.commit.tiers import open_tiers
 
     try:
@@ -260,11 +256,7 @@ def _tiers(location: str, config: Any = None) -> Any:
 
 @contextlib.contextmanager
 def _progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, and remove it at the end.
-
-    Yields:
-        A function that takes the number of bytes of each step.
-    """
+    """Show a progress bar on a terminal; yields a function that takes the number of bytes of each step."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -92,11 +92,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
 
 
 def _newest_run() -> str:
-    """Return the folder of $OUTPUT_DIR, or of the newest run in ./runs.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Return the folder of $OUTPUT_DIR, or of the newest run in ./runs; UsageError if there is none."""
     from runner.journal.journal import JOURNAL_NAME
 
     if folder := os.environ.get("OUTPUT_DIR"):

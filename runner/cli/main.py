@@ -70,14 +70,11 @@ def main() -> None:
     except click.Abort:
         sys.exit(130)
     except RunnerError as error:
-        click.echo(f"runner: error: {error}", err=True)
-        sys.exit(int(error.exit_code))
+        _exit(error, error.exit_code)
     except CheckpointError as error:
-        click.echo(f"runner: error: {error}", err=True)
-        sys.exit(ExitCode.BUDGET_SPENT if isinstance(error, StorageUnreachable) else ExitCode.USAGE)
+        _exit(error, ExitCode.BUDGET_SPENT if isinstance(error, StorageUnreachable) else ExitCode.USAGE)
     except StorageTimeout as error:
-        click.echo(f"runner: error: {error}", err=True)
-        sys.exit(ExitCode.BUDGET_SPENT)
+        _exit(error, ExitCode.BUDGET_SPENT)
     except OSError as error:
         _exit_for(error)
 
@@ -92,8 +89,12 @@ def _exit_for(error: OSError) -> NoReturn:
         os._exit(int(ExitCode.STORAGE_FAILED))
     path = f"{error.filename}: " if error.filename else ""
     failed = unusable(f"{path}{error.strerror or error}", error)
-    click.echo(f"runner: error: {failed}", err=True)
-    sys.exit(int(failed.exit_code))
+    _exit(failed, failed.exit_code)
+
+
+def _exit(error: Exception, code: ExitCode) -> NoReturn:
+    click.echo(f"runner: error: {error}", err=True)
+    sys.exit(int(code))
 
 
 def _can_be_written(stream: int) -> bool:

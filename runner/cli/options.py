@@ -85,18 +85,12 @@ def config_options(command: Any) -> Any:
 
 
 def load(options: dict[str, Any], restart: dict[str, Any] | None = None, script: str | None = None) -> Any:
-    """Load the configuration of a command line.
+    """Return the `Config` of a command line; raises UsageError if it is invalid.
 
     Args:
         options: Values of `config_options`, and of further keys of the section `launch`; None for one not given.
         restart: Options of the section `restart`, likewise.
         script: The user's own training script.
-
-    Returns:
-        The `Config`.
-
-    Raises:
-        UsageError: It is invalid.
     """
     from runner.config.load import load_config, parse_setting
 
@@ -132,10 +126,3 @@ def size_of(option: str, text: str | None) -> int | None:
     if size == 0:
         raise UsageError(f"{option} {text}: must be above 0")
     return size
-
-
-def run_directory_of(config: Any) -> Any:
-    """Return the `RunDirectory` of a configuration."""
-    from runner.journal.run_directory import RunDirectory
-
-    return RunDirectory(config.output_dir, config.launch.node_rank)

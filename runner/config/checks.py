@@ -49,11 +49,7 @@ def check_all(config: Config, source_of: SourceOf, *, needs_data: bool) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Check that a model is configured and, if it is a folder, exists.
-
-    Raises:
-        UsageError: It does not.
-    """
+    """Check that a model is configured and, if it is a folder, exists; raises UsageError."""
     if config.model.name_or_path is None and not config.model.config:
         raise UsageError(
             "no model is configured; set model.name_or_path (variable MODEL_NAME) to a hub name or a local folder, or "
@@ -302,14 +298,7 @@ def _check_fsdp(config: Config) -> None:
 
 
 def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
-    """Derive the shape of a run from options, variables and GPUs.
-
-    Args:
-        config: The run.
-        accelerators: Number of GPUs of this node.
-
-    Returns:
-        The number of nodes, and the number of ranks on this node.
+    """Return the number of nodes and of ranks on this node, by options, variables and the number of GPUs of this node.
 
     Raises:
         UsageError: The settings contradict each other.
@@ -355,13 +344,9 @@ def check_same_nnodes(own: int, leaders: int) -> None:
 def check_promised_gpu(config: Config, environment: Mapping[str, str], devices: Path) -> None:
     """Refuse to train on the CPU of a node that should have GPUs. Called if torch finds none.
 
-    Args:
-        config: The run.
-        environment: Environment variables.
-        devices: The folder of device files, `/dev`.
-
     Raises:
-        GpuMissing: There should be GPUs, and the user did not ask for the CPU.
+        GpuMissing: There should be GPUs, by the variables or the folder of device files (`/dev`), and the user did not
+            ask for the CPU.
     """
     promised = promised_gpu(environment, devices) if config.trainer.get("use_cpu") is not True else None
     if promised:

@@ -27,10 +27,6 @@ def for_debugging(config: Config, num_gpus: int) -> Config:
     """Return a scaled-down copy of a job: one node, two ranks, a small model, few rows and steps, blocking saves.
 
     Its folder is next to the run's; it neither reads nor writes the run's checkpoints.
-
-    Args:
-        config: The job.
-        num_gpus: Number of GPUs of this node.
     """
     small = config.model_copy(deep=True)
     small.output_dir = f"{config.output_dir.rstrip('/')}-debug"
@@ -64,12 +60,7 @@ def for_debugging(config: Config, num_gpus: int) -> Config:
 
 
 def debugging_environment(environment: Mapping[str, str], *, on_gpu: bool) -> dict[str, str]:
-    """Return the environment variables to set for the ranks.
-
-    Args:
-        environment: The variables that are set already; they take precedence.
-        on_gpu: Whether the ranks use GPUs.
-    """
+    """Return the variables to set for the ranks; those that are set already take precedence."""
     # With DETAIL, torch 2.13 crashes (segmentation fault) when DDP is created over gloo.
     wanted = {**_ENVIRONMENT, "TORCH_DISTRIBUTED_DEBUG": "DETAIL" if on_gpu else "INFO"}
     return {name: value for name, value in wanted.items() if name not in environment}

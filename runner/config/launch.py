@@ -99,14 +99,9 @@ class LaunchConfig(Section):
         return f"{self.master_addr or 'localhost'}:{self.master_port}"
 
     def rendezvous(self, nnodes: int, host: str = "") -> tuple[str, str | None]:
-        """Return what torchrun needs for the rendezvous.
+        """Return the endpoint, host:port, and the address of this node for the others; None for torchrun's choice.
 
-        Args:
-            nnodes: Number of nodes.
-            host: Of the node that leads, if that is another one than configured.
-
-        Returns:
-            The endpoint, host:port, and the address of this node for the other nodes (None for torchrun's choice).
+        The host is that of the node that leads, if that is another one than configured.
         """
         # A single node uses loopback: no other host may connect, and a pod's name may not resolve.
         own = "127.0.0.1" if nnodes == 1 else self.local_addr

@@ -155,10 +155,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_setting(text: str) -> tuple[str, Any, str]:
-    """Parse the `KEY=VALUE` of `--set`, whose value is YAML.
-
-    Returns:
-        Dotted key, value, and the option as the user wrote it.
+    """Return dotted key, value and text of the `KEY=VALUE` of `--set`, whose value is YAML.
 
     Raises:
         UsageError: There is no `=`, or the value is not YAML.

@@ -48,12 +48,7 @@ _MORE_TRAINER_OPTIONS = {
 
 
 def job_template(schema: str, file_name: str) -> str:
-    """Return the text of a configuration file.
-
-    Args:
-        schema: Path or URL of the JSON schema, for editors.
-        file_name: Name of the file; the default folder of the run is named after it.
-    """
+    """Return the text of a configuration file of a name; `schema` is the path of the JSON schema, for editors."""
     job = yaml.safe_load(DEFAULT_CONFIG.read_text(encoding="utf-8"))
     del job["output_dir"]
     lines = [f"# yaml-language-server: $schema={schema}", *_comment(_HEAD.format(name=file_name))]

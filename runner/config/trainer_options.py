@@ -59,11 +59,7 @@ RESERVED = {
 
 @functools.cache
 def fields() -> dict[str, Any]:
-    """Return {name: type} of all `SFTConfig` options.
-
-    Raises:
-        UsageError: transformers or trl is not installed.
-    """
+    """Return {name: type} of all `SFTConfig` options; UsageError if transformers or trl is not installed."""
     found: dict[str, Any] = {}
     for package, files in _SOURCES.items():
         spec = importlib.util.find_spec(package)
@@ -77,14 +73,11 @@ def fields() -> dict[str, Any]:
 
 
 def validate(options: dict[str, Any], source_of: Callable[[str], str]) -> dict[str, Any]:
-    """Check the names and types of options.
+    """Return options by name, with text converted where the field is a number.
 
     Args:
-        options: Options by name.
+        options: As they were given.
         source_of: Names where a key was set, for the error.
-
-    Returns:
-        The options, with text converted where the field is a number.
 
     Raises:
         UsageError: A name is unknown or reserved, or a value has the wrong type. The text names source, key, value and

@@ -126,11 +126,7 @@ class History:
         self._refusal, self._due_at = "", 0.0
 
     def entries(self) -> list[Entry]:
-        """Return all entries of the run, oldest first, of all its sessions.
-
-        Raises:
-            UsageError: There is no run, or it could not be read.
-        """
+        """Return the entries of all sessions, oldest first; UsageError if there is no run, or it could not be read."""
         problem = self._read_own(self._journal) if self._journal is not None else ""
         own_id = next(
             (e.event.run_id for e in reversed(self._own) if isinstance(e.event, RunStarted) and e.event.run_id), ""

@@ -31,7 +31,7 @@ def hold_lock(
     cancelled: Callable[[], bool] = lambda: False,
     patience_s: float | None = None,
 ) -> tuple[int, bool]:
-    """Take a runner's lock; see `RunDirectory.lock`.
+    """Take a runner's lock, as `RunDirectory.lock` does.
 
     Args:
         path: The lock file, which is created if needed.
@@ -103,15 +103,11 @@ class RunDirectory:
     def lock(
         self, notify: Callable[[str], None] = lambda text: None, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
-        """Become the only runner of this run, until this process ends.
+        """Become the only runner of this run, until this process ends; see `hold_lock`.
 
         Another runner on this machine is a mistake of the user. A runner on another machine may belong to a node that
         the cluster has given up, or to a pod that is about to end: this call waits for it, and then relies on the
         fence, which works without the lock.
-
-        Args:
-            notify: Called with messages for the user.
-            cancelled: Called while waiting; the wait ends once it returns True.
 
         Raises:
             RunBusy: Another runner works on this run.
@@ -125,11 +121,7 @@ class RunDirectory:
             raise unusable(f"output_dir={str(self.root)!r} cannot be written: {error.strerror}", error) from None
 
     def run_id(self) -> str:
-        """Return the run's identity, which is created on first use.
-
-        Raises:
-            UsageError: The file is damaged.
-        """
+        """Return the run's identity, which is created on first use; UsageError if its file is damaged."""
         try:
             run_id = json.loads(self._identity.read_text())["run_id"]
             # It becomes a part of every manifest, message and tracker.
@@ -168,11 +160,7 @@ class RunDirectory:
                 shutil.rmtree(path, ignore_errors=True)
 
     def move_aside(self, checkpoints: Sequence[Path]) -> str:
-        """Move an earlier run's records and checkpoints to a folder `previous-N`, and return its path.
-
-        Args:
-            checkpoints: Folders of the tiers, the nearest one first.
-        """
+        """Move an earlier run's records and tiers, given from the nearest on, to a folder `previous-N`; return its path."""
         number = 1
         while (aside := self.root / f"previous-{number}").exists():
             number += 1

@@ -67,11 +67,7 @@ class LeaderChoice:
     def take(self) -> Lease | None:
         """Take the lease of a node that leads; `leads` is False if another one was first.
 
-        Returns:
-            Renews the lease; None where the leader cannot change.
-
-        Raises:
-            OSError: Storage refused, or did not answer.
+        None where the leader cannot change. Raises OSError if storage refused, or did not answer.
         """
         if not self._may_change or not self.leads:
             return None
@@ -144,11 +140,7 @@ class Leadership:
         return self._keeper is not None and self._keeper.replaced_by is not None
 
     def check(self) -> None:
-        """Check that this node still leads, as far as it knows.
-
-        Raises:
-            LeaderReplaced: Another node leads.
-        """
+        """Raise LeaderReplaced if another node leads, as far as this one knows."""
         newer = self._keeper.replaced_by if self._keeper is not None else None
         if newer is not None:
             raise LeaderReplaced(
@@ -198,12 +190,7 @@ class Takeover:
         self._companions = frozenset(spec.nodes) - {spec.leader}
 
     def look(self, member: Member, node: Node | None) -> None:
-        """Connect to the node that has the lease, or take it; called about twice per second without a leader.
-
-        Args:
-            member: The connection, which is lost.
-            node: This node; None if it never met a leader.
-        """
+        """Connect to the node that has the lease, or take it; called about twice per second without a leader."""
         if self._watch is None or self._session.stop or self.lease is not None:
             return
         known, towards = self._session.config.launch.local_addr or member.own_host, member.address[0]

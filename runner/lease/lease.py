@@ -78,12 +78,9 @@ _ADAPTER: TypeAdapter[LeaseRecord] = TypeAdapter(LeaseRecord)
 
 
 def newest_lease(sidecars: Sidecars) -> LeaseRecord | None:
-    """Return the newest lease; None if there is none.
+    """Return the newest lease; None if there is none. Raises OSError if storage refused.
 
     One that cannot be parsed has no holder, so that the next epoch can be taken.
-
-    Raises:
-        OSError: Storage refused.
     """
     epochs = _epochs(sidecars)
     if not epochs:
@@ -112,8 +109,7 @@ def take(sidecars: Sidecars, lease: LeaseRecord) -> bool:
 def renew(sidecars: Sidecars, lease: LeaseRecord) -> LeaseRecord | None:
     """Write the holder's lease again; returns the newer lease that has replaced it, None if there is none.
 
-    Raises:
-        OSError: Storage refused.
+    Raises OSError if storage refused.
     """
     newest = newest_lease(sidecars)
     if newest is not None and newest.epoch > lease.epoch:
@@ -151,15 +147,9 @@ class LeaseClaim:
         return newest.holder == self.holder
 
     def take_after(self, newest: LeaseRecord | None, host: str, run_id: str) -> LeaseRecord | None:
-        """Take the lease after the newest one; None if another node was first.
+        """Take the lease after the newest one, with the address of this node; None if another node was first.
 
-        Args:
-            newest: The newest lease; None if there is none.
-            host: Address of this node for the others.
-            run_id: Identity of the run on its nodes.
-
-        Raises:
-            OSError: Storage refused, or did not answer: the lease may be taken all the same.
+        Raises OSError as `take` does.
         """
         epoch = newest.epoch + 1 if newest is not None else 1
         lease = LeaseRecord(epoch, self.holder, self.session, self.node_rank, host, run_id)

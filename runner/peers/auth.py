@@ -35,11 +35,7 @@ MAX_HANDSHAKE_BYTES = 256
 
 
 def configured_secret() -> bytes | None:
-    """Return the secret from the environment; None if it has none.
-
-    Raises:
-        UsageError: It is too short.
-    """
+    """Return the secret from the environment, None if it has none; UsageError if it is too short."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None
@@ -123,11 +119,7 @@ class PeerAuth:
         return code + b" " + line
 
     def open(self, line: bytes) -> bytes:
-        """Return what the other side has sealed.
-
-        Raises:
-            ValueError: The code is wrong, or another line was expected.
-        """
+        """Return what the other side has sealed; ValueError if the code is wrong, or another line was expected."""
         code, _, text = line.partition(b" ")
         other: Role = "member" if self._role == "leader" else "leader"
         if not hmac.compare_digest(code, self._code(other, self._num_opened, text)):

@@ -20,6 +20,8 @@ from runner.system.processes import STOP_SIGNALS
 
 # systemd sends SIGTERM and then SIGHUP; a terminal that closes sends SIGHUP, and so does its shell.
 _ONE_NOTICE_S = 2.0
+# Between two looks at a condition if nothing happens.
+_TURN_S = 0.1
 
 
 class StopRequest:
@@ -144,17 +146,13 @@ class EventLoop:
         except (KeyError, ValueError):
             return False
 
-    def pump_until(self, done: Callable[[], bool], deadline: float, turn_s: float = 0.1) -> bool:
-        """Handle events until a condition holds, looking at it every `turn_s` seconds if nothing happens.
-
-        Returns:
-            Whether it holds; it may not at the deadline, in monotonic seconds.
-        """
+    def pump_until(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Handle events until a condition holds; False if it does not at the deadline, in monotonic seconds."""
         while not done():
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            self.pump(min(left, turn_s))
+            self.pump(min(left, _TURN_S))
         return True
 
     def close(self) -> None:

@@ -63,11 +63,7 @@ def visible(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def query() -> list[dict[str, str]]:
-    """Return the values of each GPU by field; empty for a field that this driver does not know.
-
-    Raises:
-        CalledProcessError: The driver does not answer.
-    """
+    """Return the values of each GPU by field, empty for one that this driver does not know; may raise as `run` does."""
     known = list(_FIELDS)
     while True:
         try:
@@ -84,11 +80,7 @@ def query() -> list[dict[str, str]]:
 
 
 def run(*command: str) -> str:
-    """Return what a command prints; nothing if it is missing or does not end in time.
-
-    Raises:
-        CalledProcessError: The command failed.
-    """
+    """Return what a command prints, nothing if it is missing or too slow; raises CalledProcessError if it failed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.TimeoutExpired):

@@ -219,22 +219,18 @@ def state(pid: int) -> str:
 class Host:
     """What the runner asks of the operating system of this node; unit tests replace it."""
 
-    def __init__(self, *, adopts_strangers: bool | None = None) -> None:
+    def __init__(self) -> None:
         """Note what runs below this process before the run begins.
 
         One that was started by `exec` keeps the children of the shell before it, such as a mounted file system or an
-        SSH server: these, and what descends from them, are not the runner's to end.
-
-        Args:
-            adopts_strangers: Whether this process adopts what others than the run have started, and lost. None: as a
-                container's first process does, and one that has descendants already.
+        SSH server: these, and what descends from them, are not the runner's to end. Such a process, and a container's
+        first one, may also adopt what others than the run have started.
         """
         self._zombies: set[tuple[int, int]] = set()
         self._looked_at = self.monotonic()
         self._others = {(process.pid, start_ticks(process.pid)) for process in descendants()}
         # What the shell before `exec` had started may lose its parent, too.
-        is_first = os.getpid() == 1 or bool(self._others)
-        self._adopts_strangers = is_first if adopts_strangers is None else adopts_strangers
+        self._adopts_strangers = os.getpid() == 1 or bool(self._others)
 
     def monotonic(self) -> float:
         """Return the seconds of a clock that is never set."""

@@ -81,11 +81,7 @@ def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
 
 
 def serve(address: str, port: int, collector: RunCollector) -> None:
-    """Serve http://ADDRESS:PORT/metrics in a thread until the process ends.
-
-    Raises:
-        UsageError: The port cannot be used.
-    """
+    """Serve http://ADDRESS:PORT/metrics in a thread until the process ends; UsageError if the port cannot be used."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -41,12 +41,6 @@ def panel(run: RunSummary, now: float, locations: dict[str, str], *, gone: bool 
         locations: Further lines: a name and a path or URL each.
         gone: Whether its runner has ended without reporting.
     """
-    return Group(*_parts(run, now, locations, gone))
-
-
-def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -> Iterator[RenderableType]:
-    yield _title(run, now, gone)
-
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()
@@ -56,14 +50,12 @@ def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -
     facts.add_row("goodput", f"{100 * run.goodput:.1f} % of {duration(run.wall_s)}; {lost}")
     for name, location in locations.items():
         facts.add_row(name, Text(location))
-    yield facts
-
+    parts: list[RenderableType] = [_title(run, now, gone), facts]
     if run.attempts:
-        yield Text()
-        yield _attempts(run.attempts)
+        parts += [Text(), _attempts(run.attempts)]
     if run.wall_s:
-        yield Text()
-        yield _causes(run)
+        parts += [Text(), _causes(run)]
+    return Group(*parts)
 
 
 def _title(run: RunSummary, now: float, gone: bool) -> Text:

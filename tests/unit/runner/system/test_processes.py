@@ -62,7 +62,8 @@ def test_only_processes_of_a_run_are_its_own(adopts_strangers: bool) -> None:
     # One that was there before, and one that came later, as by `kubectl exec`.
     server = ["sh", "-c", "read line; env -i sleep 60 & echo $!; wait"]
     before = subprocess.Popen(server, env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    host = Host(adopts_strangers=adopts_strangers)
+    host = Host()
+    host._adopts_strangers = adopts_strangers
     # What an SSH server starts for a user, as its own child.
     assert before.stdin is not None and before.stdout is not None
     before.stdin.write("\n")
