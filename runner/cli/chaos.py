@@ -157,7 +157,7 @@ def _new_folder(name: str) -> Path:
 
 def _fewest_nodes(nodes: int | None, job: dict[str, Any]) -> int:
     """Take --nnodes from the options, and return the smallest number of nodes with which a campaign's runs train."""
-    from runner.config.launch import split_nnodes
+    from runner.config.schema import split_nnodes
 
     if nodes is None or job["nnodes"] is None:
         return 1

@@ -250,7 +250,7 @@ def simulate(
 
 def _node_settings(nnodes: str | None, spares: int) -> list[str]:
     """Return `--nnodes` and `--spares` as parameters of the simulation."""
-    from runner.config.launch import split_nnodes
+    from runner.config.schema import split_nnodes
 
     found = [f"spares={spares}"] if spares else []
     if nnodes is None:

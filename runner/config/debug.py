@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from runner.config.launch import LaunchConfig
-from runner.config.schema import DEFAULT_CONFIG, Config
+from runner.config.schema import DEFAULT_CONFIG, Config, LaunchConfig
 
 _MAX_ROWS = 200
 _MAX_STEPS = 20

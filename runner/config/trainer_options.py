@@ -23,19 +23,8 @@ _SOURCES = {
     "transformers": ["training_args.py"],
     "trl": ["trainer/base_config.py", "trainer/sft_config.py"],
 }
-_TYPES: dict[str, Any] = {
-    "int": int,
-    "float": float,
-    "bool": bool,
-    "str": str,
-    "dict": dict,
-    "list": list,
-    "Any": Any,
-    "Optional": Optional,
-    "Union": Union,
-    "Literal": Literal,
-    "None": None,
-}
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, bool, str, dict, list)}
+_TYPES |= {"Any": Any, "Optional": Optional, "Union": Union, "Literal": Literal, "None": None}
 # Options that transformers 5.23 renamed. With an older version, the new name in a configuration means the old one.
 _FORMER_NAMES = {
     "activation_checkpointing": "gradient_checkpointing",

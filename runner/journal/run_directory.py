@@ -160,7 +160,7 @@ class RunDirectory:
                 shutil.rmtree(path, ignore_errors=True)
 
     def move_aside(self, checkpoints: Sequence[Path]) -> str:
-        """Move an earlier run's records and tiers, given from the nearest on, to a folder `previous-N`; return its path."""
+        """Move an earlier run's records and tiers, the nearest first, to a folder `previous-N`; return its path."""
         number = 1
         while (aside := self.root / f"previous-{number}").exists():
             number += 1

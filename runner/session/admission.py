@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from runner.config.launch import LaunchConfig
+from runner.config.schema import LaunchConfig
 from runner.errors import UsageError
 from runner.session.preflight import check_shares
 from runner.session.step_samples import StepSamples

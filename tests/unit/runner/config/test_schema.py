@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from checkpointing.commit.retention import Retention
 from runner.config import trainer_options
 from runner.config.load import load_config, parse_setting
-from runner.config.schema import DEFAULT_CONFIG, CheckpointConfig, ModelConfig
+from runner.config.schema import DEFAULT_CONFIG, CheckpointConfig, ModelConfig, Section
 from runner.errors import UsageError
 
 
@@ -303,3 +304,15 @@ def test_numbers_of_yaml_are_what_they_were() -> None:
 def test_a_range_that_is_none_is_refused(nnodes: str) -> None:
     with pytest.raises(UsageError, match=r"launch\.(nnodes|min_nodes)"):
         load_config(None, {}, [("launch.nnodes", nnodes, f"--nnodes {nnodes}")])
+
+
+class Own(Section):
+    rate: float = 1.0
+    """How fast."""
+
+
+def test_unknown_keys_and_numbers_that_are_none_are_errors_and_docstrings_describe_keys() -> None:
+    assert Own.model_json_schema()["properties"]["rate"]["description"] == "How fast."
+    for wrong in ({"rats": 1.0}, {"rate": float("nan")}):
+        with pytest.raises(ValidationError):
+            Own.model_validate(wrong)

@@ -12,8 +12,7 @@ import psutil
 import pytest
 from infra.ports import free_port
 
-from runner.config.launch import LaunchConfig
-from runner.config.schema import Config
+from runner.config.schema import Config, LaunchConfig
 from runner.doctor.collectives import judge
 from runner.doctor.findings import Finding, Level
 from runner.doctor.gpu_checks import check_devices, links_between_gpus, links_in, topology
