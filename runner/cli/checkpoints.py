@@ -171,10 +171,6 @@ def _further_retention_options(command: F) -> F:
     return command
 
 
-def _given(options: FurtherRetention) -> dict[str, object]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
 @checkpoints.command()
 @click.argument("location")
 @click.option(
@@ -200,7 +196,8 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
         # The lock is held to the end: a running run prunes by itself, and none may start meanwhile.
         RunDirectory(config.output_dir, config.launch.node_rank).lock(cancelled=lambda: True)
         metric, greater = best_by(config.best_metric, config.trainer.get("greater_is_better"))
-        further = cast(FurtherRetention, {**config.checkpoint.further_retention, **_given(further)})
+        given = {name: value for name, value in further.items() if value is not None}
+        further = cast(FurtherRetention, {**config.checkpoint.further_retention, **given})
     retention = Retention(keep_last=keep_last, best_metric=metric, greater_is_better=greater, **further)
     for storage in (storage for _, tiers in _stages(location, config) for storage in tiers.nearest_first):
         manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}

@@ -91,6 +91,11 @@ class AttemptAccount:
         return (self.last_step or 0) - (self.start_step or 0)
 
     @property
+    def step_range(self) -> str:
+        """First and last step, for people."""
+        return f"{self.start_step}-{self.last_step}" if self.training_began is not None else "none"
+
+    @property
     def data_wait_s(self) -> float:
         """Seconds that training waited for data, over all logged steps."""
         total, last = 0.0, self.start_step or 0
@@ -185,12 +190,9 @@ def attempts_of(entries: Sequence[Entry]) -> list[AttemptAccount]:
 def account(
     entries: Sequence[Entry], now: float | None = None, attempts: Sequence[AttemptAccount] | None = None
 ) -> Ledger:
-    """Attribute every second of a run to one cause.
+    """Attribute every second of a run to one cause; a run that is still going ends `now`, in seconds since the epoch.
 
-    Args:
-        entries: The run's journal, oldest first.
-        now: Seconds since the epoch, the end of the account of a run that is still going.
-        attempts: `attempts_of(entries)`, if the caller has it.
+    `attempts` are `attempts_of(entries)`, if the caller has them.
     """
     ledger = Ledger()
     if not entries:

@@ -149,12 +149,7 @@ class RunSummary:
 
 
 def summarise(entries: Sequence[Entry], now: float | None = None) -> RunSummary:
-    """Fold a journal.
-
-    Args:
-        entries: All entries, oldest first.
-        now: Seconds since the epoch, the end of the account of a run that is still going.
-    """
+    """Fold a journal, oldest entry first; `now`, in seconds since the epoch, ends the account of a run that goes on."""
     run = RunSummary(attempts=attempts_of(entries))
     for entry in entries:
         _fold(run, entry)

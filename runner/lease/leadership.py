@@ -67,7 +67,7 @@ class LeaderChoice:
     def take(self) -> Lease | None:
         """Take the lease of a node that leads; `leads` is False if another one was first.
 
-        None where the leader cannot change. Raises OSError if storage refused, or did not answer.
+        Returns None then, and where the leader cannot change. Raises OSError if storage refused, or did not answer.
         """
         if not self._may_change or not self.leads:
             return None
@@ -125,7 +125,7 @@ class Leadership:
             self.host = keeper.lease.host if session.config.launch.node_rank else ""
 
     def begin(self, *, took_over: bool) -> None:
-        """Renew the lease in the loop of the session; record whether this node has followed until now."""
+        """Renew the lease in the loop of the session; record it if this node has followed another leader until now."""
         if self._keeper is None:
             return
         keeper, session = self._keeper, self._session

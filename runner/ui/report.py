@@ -47,7 +47,7 @@ def _attempts(timeline: Timeline) -> list[dict[str, Any]]:
             "number": attempt.number,
             "began": _utc(attempt.began),
             "nodes": ", ".join(map(str, attempt.nodes)),
-            "steps": f"{attempt.start_step}-{attempt.last_step}" if attempt.training_began is not None else "none",
+            "steps": attempt.step_range,
             "lost": attempt.lost_steps,
             "kind": attempt.kind,
             "cause": attempt.cause,

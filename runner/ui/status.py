@@ -33,11 +33,11 @@ def runner_is_gone(entries: Sequence[Entry]) -> bool:
 
 
 def panel(run: RunSummary, now: float, locations: dict[str, str], *, gone: bool = False) -> RenderableType:
-    """Return the run as it stands at a time.
+    """Return the run as it stands at a time, in seconds since the epoch.
 
     Args:
         run: The run.
-        now: Seconds since the epoch.
+        now: The time.
         locations: Further lines: a name and a path or URL each.
         gone: Whether its runner has ended without reporting.
     """
@@ -124,10 +124,9 @@ def _attempts(attempts: list[AttemptAccount]) -> Table:
     if hidden > 0:
         table.add_row("…", f"{hidden} before")
     for attempt in attempts[-_SHOWN_ATTEMPTS:]:
-        steps = f"{attempt.start_step}-{attempt.last_step}" if attempt.training_began is not None else "none"
         lost = f", {attempt.lost_steps} lost" if attempt.lost_steps else ""
         nodes = [", ".join(map(str, attempt.nodes))] if have_nodes else []
-        table.add_row(str(attempt.number), *nodes, steps + lost, Text(attempt.kind), Text(attempt.cause))
+        table.add_row(str(attempt.number), *nodes, attempt.step_range + lost, Text(attempt.kind), Text(attempt.cause))
     return table
 
 

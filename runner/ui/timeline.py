@@ -66,7 +66,6 @@ class Cost:
     """Money, in units of `currency`.
 
     Attributes:
-        currency: Its code, such as USD.
         price_per_hour: Of one node, without the discount.
         spot_discount: Share of the price that is saved, from 0 to 1.
         node_s: Seconds of all nodes that are paid for; those without a runner are not.
@@ -116,10 +115,10 @@ def build_timeline(
     price_per_hour: float | None = None,
     spot_discount: float | None = None,
 ) -> Timeline:
-    """Fold a journal.
+    """Fold a journal of at least one entry, oldest first.
 
     Args:
-        entries: All entries, oldest first, at least one.
+        entries: The journal.
         now: Seconds since the epoch, the end of the account of a run that is still going; None for the last event.
         price_per_hour: Price of one node on demand; None for the one that the run was started with.
         spot_discount: Share of it that is saved, from 0 to 1; None for the one that the run was started with.
