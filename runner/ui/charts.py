@@ -211,24 +211,18 @@ def _lines(
     value: Callable[[Log], float | None],
 ) -> None:
     """Add one line per attempt as one trace, with a gap between two attempts."""
-    steps: list[int | None] = []
-    values: list[float | None] = []
-    labels: list[str] = []
+    points: list[tuple[int | None, float | None, str]] = []
     for before, entry in zip([None, *entries], entries, strict=False):
         if before is not None and entry.attempt != before.attempt:
-            steps.append(None)
-            values.append(None)
-            labels.append("")
-        steps.append(entry.step)
-        values.append(value(entry.log))
-        labels.append(f"attempt {entry.attempt}")
-    if entries:
+            points.append((None, None, ""))
+        points.append((entry.step, value(entry.log), f"attempt {entry.attempt}"))
+    if points:
         figure.add_scatter(
             name=name,
             mode="lines+markers" if len(entries) < 60 else "lines",
-            x=steps,
-            y=values,
-            customdata=labels,
+            x=[step for step, _, _ in points],
+            y=[number for _, number, _ in points],
+            customdata=[label for _, _, label in points],
             hovertemplate="step %{x}: %{y:.4g}<br>%{customdata}<extra>" + name + "</extra>",
             line={"color": colour, "dash": dash, "width": 2},
             marker={"size": 4},

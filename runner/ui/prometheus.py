@@ -45,7 +45,8 @@ def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
     The reference page lists them with these help texts. `now` is in seconds since the epoch, by the journal's clock.
     """
     yield InfoMetricFamily("runner_run", "Identity of the run.", {"run_id": run.run_id})
-    yield _by("runner_state", "State of the run: 1 for the current state, 0 for the others.", "state", _states(run))
+    states = {state.value: float(state is run.state) for state in RunState}
+    yield _by("runner_state", "State of the run: 1 for the current state, 0 for the others.", "state", states)
     for name, text, value in (
         ("runner_step", "Finished optimizer steps.", run.step),
         ("runner_total_steps", "Optimizer steps of the complete run.", run.total_steps),
@@ -90,10 +91,6 @@ def serve(address: str, port: int, collector: RunCollector) -> None:
         raise UsageError(
             f"--metrics-port {port} cannot be used: {error.strerror}; choose another port, or omit the option"
         ) from None
-
-
-def _states(run: RunSummary) -> dict[str, float]:
-    return {state.value: float(state is run.state) for state in RunState}
 
 
 def _slow_ranks(run: RunSummary) -> GaugeMetricFamily:
