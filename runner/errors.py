@@ -71,11 +71,7 @@ class ExitCode(IntEnum):
 
 
 class RunnerError(Exception):
-    """Base of the errors that end `runner` with one line instead of a traceback.
-
-    Attributes:
-        exit_code: Exit code of the process.
-    """
+    """Base of the errors that end `runner` with one line instead of a traceback, and with an exit code."""
 
     exit_code = ExitCode.DETERMINISTIC
 

@@ -282,12 +282,7 @@ class RunEnded(Event, name="run_ended"):
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownEvent(Event):
-    """An event of a newer version.
-
-    Attributes:
-        event: Its name.
-        details: Its fields.
-    """
+    """An event of a newer version, with its name and fields."""
 
     event: str
     details: Mapping[str, Any]
@@ -299,11 +294,7 @@ class UnknownEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Malformed(Event):
-    """A line that a disk or a power cut damaged; its time and attempt are those of the line before, if it has none.
-
-    Attributes:
-        problem: What is wrong with it.
-    """
+    """A line that a disk or a power cut damaged; its time and attempt are those of the line before, if it has none."""
 
     problem: str
 

@@ -124,11 +124,7 @@ class JournalReader:
 
 
 class EventStream:
-    """Parses a journal whose bytes arrive in pieces.
-
-    Attributes:
-        nbytes: Bytes that have arrived.
-    """
+    """Parses a journal whose bytes arrive in pieces; `nbytes` have arrived."""
 
     def __init__(self) -> None:
         self.nbytes, self._entries, self._line = 0, list[Entry](), b""
