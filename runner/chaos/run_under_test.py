@@ -15,9 +15,6 @@ from typing import TypeVar
 import psutil
 
 from checkpointing.agent.events import Event
-from runner.config.variables import CONFIG_VARIABLES
-from checkpointing.agent.events import Event, Log
-from checkpointing.host.threads import is_readable
 from runner.config.load import CONFIG_VARIABLES
 from runner.journal.events import Entry, RankStarted, RunStarted
 from runner.journal.journal import JOURNAL_NAME, JournalReader

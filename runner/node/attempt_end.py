@@ -14,7 +14,7 @@ from runner.ranks.watch import RankWatch
 from runner.recovery.classify import RankEnd, classify
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind, kind_of_error
-from runner.system.host import Host
+from runner.system.processes import Host
 from runner.ui.progress import ProgressDisplay
 
 

@@ -19,7 +19,6 @@ from runner.ranks.watchdog import Hang, StoppedProcesses, Watchdog
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.system import processes
-from runner.system.host import Host
 from runner.system.processes import Host
 from runner.ui.progress import ProgressDisplay
 

@@ -14,10 +14,8 @@ from runner.chaos.recovery import RecoveryWatch, RunOver
 from runner.chaos.scene import FailpointFile, JobPace, Moment, Scene
 from runner.chaos.verdict import Injection
 from runner.errors import ExitCode
-from runner.journal.events import Entry
-from runner.journal.parsing import parse
-from runner.recovery.kinds import FailureKind
 from runner.journal.events import Entry, parse
+from runner.recovery.kinds import FailureKind
 
 
 class Process:

@@ -26,14 +26,8 @@ from runner.chaos.scene import (
     Scene,
 )
 from runner.chaos.verdict import Injection, Result
-from runner.journal.events import Entry
-from runner.journal.parsing import parse
-from runner.recovery.kinds import FailureKind
-from runner.chaos.draw import FaultDraw
-from runner.chaos.result import Result
-from runner.chaos.round import Round
-from runner.chaos.scene import Effect, FailpointFile, Fault, JobPace, Moment, NotApplicable, Scene
 from runner.journal.events import Entry, parse
+from runner.recovery.kinds import FailureKind
 
 
 def entry(name: str, attempt: int = 1, **rest: Any) -> Entry:
