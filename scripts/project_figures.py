@@ -29,7 +29,6 @@ WITHOUT_UNIT_TEST = {
     "checkpointing.storage.local": _CONTRACT,
     "checkpointing.storage.object_store": "a protocol and its errors",
     "checkpointing.storage.s3": _CONTRACT,
-    "checkpointing.storage.s3_transport": _CONTRACT,
 }
 _EVENT_MODULES = ("checkpointing/agent/events.py", "runner/journal/events.py")
 # Calls whose first argument may name an event.

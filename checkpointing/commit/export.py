@@ -20,7 +20,7 @@ from checkpointing.format.manifest import Manifest
 from checkpointing.format.shard_index import FOLDER, INDEX_NAME, SpreadFile
 from checkpointing.storage import Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX
-from checkpointing.storage.direct_io import write_file
+from checkpointing.storage.durable import write_file
 
 # What Hugging Face writes into one file of weights at most.
 _MOST_BYTES = 5 * 10**9

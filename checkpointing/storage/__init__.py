@@ -42,12 +42,6 @@ _FSSPEC = BackEnd("checkpointing.storage.fsspec_store", extra="s3")
 def open_storage(location: str) -> Storage:
     """Open the storage at a path or a URL (`file://`, `s3://`, or another that fsspec knows). Connects to nothing yet.
 
-    Args:
-        location: Path or URL.
-
-    Returns:
-        The storage.
-
     Raises:
         ValueError: The scheme is unknown, the back end's package is missing, or the location is unusable.
     """

@@ -23,7 +23,10 @@ IRREGULAR = -1
 
 
 class Transaction(Protocol):
-    """One checkpoint in the making. Nothing of it is visible as a checkpoint before `commit` returns."""
+    """One checkpoint in the making. Nothing of it is visible as a checkpoint before `commit` returns.
+
+    Every call raises OSError where the storage refuses it (full, read-only, failing), unless it says otherwise.
+    """
 
     def write(self, name: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Store one file durably.
@@ -36,9 +39,6 @@ class Transaction(Protocol):
 
         Returns:
             The file's size in bytes.
-
-        Raises:
-            OSError: Storage refused it (full, read-only, failing).
         """
 
     def commit(self, manifest: Manifest) -> None:
@@ -54,34 +54,19 @@ class Transaction(Protocol):
         """Remove what was written, by whatever node. Safe after any failure, and after `commit`."""
 
     def write_note(self, name: str, data: bytes) -> None:
-        """Store a small file durably, in place of one of that name: readers see one of the two, whole.
-
-        Raises:
-            OSError: Storage refused it.
-        """
+        """Store a small file durably, in place of one of that name: readers see one of the two, whole."""
 
     def read_note(self, name: str) -> bytes | None:
-        """Return a note that this or another node has written; None if there is none.
-
-        Raises:
-            OSError: Storage refused.
-        """
+        """Return a note that this or another node has written; None if there is none."""
 
     def withdraw(self, names: Sequence[str]) -> None:
         """Remove files and notes of these names, where there are any; failures are left to the next sweep."""
 
     def open_split(self, name: str, nbytes: int) -> str:
-        """Begin a file that several nodes write, where the storage `can_split`.
-
-        Args:
-            name: Name of the file inside the checkpoint.
-            nbytes: Its size in bytes.
+        """Begin a file of `nbytes` bytes that several nodes write, where the storage `can_split`.
 
         Returns:
             What all of them need to write to it. Once it is dropped or closed, nothing written with it counts.
-
-        Raises:
-            OSError: Storage refused.
         """
 
     def write_parts(self, name: str, token: str, first: int, data: memoryview) -> list[Any]:
@@ -97,7 +82,7 @@ class Transaction(Protocol):
             Receipts for `close_split`, as JSON values.
 
         Raises:
-            OSError: Storage refused, or the file was dropped.
+            OSError: Also if the file was dropped.
         """
 
     def close_split(self, name: str, token: str, data: memoryview, receipts: Sequence[Any]) -> None:
@@ -110,7 +95,7 @@ class Transaction(Protocol):
             receipts: Of all its parts, in order.
 
         Raises:
-            OSError: Storage refused, or parts are not there; the file can only be dropped then.
+            OSError: Also if parts are not there; the file can only be dropped then.
         """
 
     def drop_split(self, name: str, token: str) -> None:
@@ -118,22 +103,14 @@ class Transaction(Protocol):
 
 
 class RemoteFile(Protocol):
-    """A file that is not on this machine, read by ranges.
-
-    Attributes:
-        nbytes: Its size.
-    """
+    """A file that is not on this machine, read by ranges."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Its size in bytes."""
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` from `start` on.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Fill `target` from `start` on; raises OSError where it cannot be read."""
 
 
 class Storage(ABC):
@@ -144,12 +121,17 @@ class Storage(ABC):
         root: Directory of this machine that holds everything, where there is one: its files can be renamed, locked.
         sidecars: Small files kept with the checkpoints.
         writes_at_once: How many files are best written in parallel.
+        can_split: Whether several nodes can write one file.
+        checks_arrival: Whether the place compares what it stores with a checksum of the writer's. Where it does not,
+            what was written is read back before older checkpoints are removed for it.
     """
 
     location: str
     root: Path | None = None
     sidecars: Sidecars
     writes_at_once = 1
+    can_split = False
+    checks_arrival = False
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -306,11 +288,7 @@ class Storage(ABC):
 
     @abstractmethod
     def take_back(self, name: str) -> int | None:
-        """Give a quarantined checkpoint its place back; return its step, or None where that place is taken.
-
-        Args:
-            name: One of `quarantined`.
-        """
+        """Give one of `quarantined` its place back; return its step, or None where that place is taken."""
 
     @abstractmethod
     def sweep(self) -> list[str]:
@@ -321,19 +299,6 @@ class Storage(ABC):
     @abstractmethod
     def probe(self) -> str | None:
         """Check that a run could write here; changes nothing. Return what the user should know about the place."""
-
-    @property
-    def can_split(self) -> bool:
-        """Whether several nodes can write one file."""
-        return False
-
-    @property
-    def checks_arrival(self) -> bool:
-        """Whether the place compares what it stores with a checksum of the writer's.
-
-        Where it does not, what was written is read back before older checkpoints are removed for it.
-        """
-        return False
 
     @property
     def decides_between_writers(self) -> bool:

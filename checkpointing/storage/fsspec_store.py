@@ -28,20 +28,16 @@ T = TypeVar("T")
 
 
 class FilesystemStore:
-    """See `ObjectStore`. For most servers it is unknown whether they decide "only if absent": it counts as no."""
+    """See `ObjectStore`. For most servers it is unknown whether they decide "only if absent": it counts as no.
+
+    Raises:
+        ValueError: The location's scheme is unknown, or its package is not installed.
+    """
 
     honours_if_absent = False
     shared_uploads = None
 
     def __init__(self, location: str) -> None:
-        """Open a location.
-
-        Args:
-            location: URL.
-
-        Raises:
-            ValueError: The scheme is unknown, or its package is not installed.
-        """
         import fsspec
 
         self.location = location.rstrip("/")
@@ -189,15 +185,5 @@ def _is_away(error: Exception) -> bool:
 
 
 def open_location(location: str) -> ObjectStorage:
-    """Open the URL of any file system that fsspec knows.
-
-    Args:
-        location: URL.
-
-    Returns:
-        The storage.
-
-    Raises:
-        ValueError: The scheme is unknown, or its package is not installed.
-    """
+    """Open the URL of any file system that fsspec knows; see `FilesystemStore`."""
     return ObjectStorage(FilesystemStore(location))

@@ -15,12 +15,11 @@ from checkpointing.errors import AWAY_ERRNOS, ForeignCheckpoint, InvalidCheckpoi
 from checkpointing.format.manifest import MANIFEST_NAME, Manifest
 from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Storage
-from checkpointing.storage.direct_io import write_file
-from checkpointing.storage.durable import fsync_directory, replace_file
+from checkpointing.storage.durable import fsync_directory, replace_file, write_file
 from checkpointing.storage.fence import Fence
-from checkpointing.storage.local_sidecars import RESTART_STATE_NAME, LocalSidecars
 from checkpointing.storage.local_transaction import LocalTransaction
 from checkpointing.storage.rates import Rates, measure_directory
+from checkpointing.storage.sidecars import LOCAL_RESTART_STATE, LocalSidecars
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
 _TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}(?:\.[0-9a-f]+)?|fence\.json)\.({NUMBER})\.tmp\Z")
@@ -57,17 +56,13 @@ class LocalStorage(Storage):
     """See `Storage`. `root` is created on the first write."""
 
     root: Path
+    can_split = True  # nodes that write here share a file system
 
     def __init__(self, root: Path) -> None:
         super().__init__(str(root))
         self.root = root
         # Once an attempt has begun, a directory that is missing was moved away, and no new one may take its place.
         self.sidecars = LocalSidecars(root, may_create=lambda: self._claim.attempt < 0)
-
-    @property
-    def can_split(self) -> bool:
-        """Always: nodes that write here share a file system."""
-        return True
 
     def probe(self) -> None:
         """Write and sync a file, and remove it."""
@@ -187,7 +182,7 @@ class LocalStorage(Storage):
     def sweep(self) -> list[str]:
         """Remove temporary directories and files."""
         # This process may be writing its restart state now.
-        ours = f"{RESTART_STATE_NAME}.{os.getpid()}.tmp"
+        ours = f"{LOCAL_RESTART_STATE}.{os.getpid()}.tmp"
         swept = [
             name
             for name in self._names()
@@ -257,12 +252,6 @@ class LocalStorage(Storage):
 
 def open_location(location: str) -> LocalStorage:
     """Open a path or a `file://` URL.
-
-    Args:
-        location: Path or URL.
-
-    Returns:
-        The storage.
 
     Raises:
         ValueError: The URL names no absolute path.

@@ -21,8 +21,7 @@ from checkpointing.format.digest import PART_BYTES
 from checkpointing.format.manifest import MANIFEST_NAME, Manifest
 from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.base import CHECKPOINT_PREFIX, Storage
-from checkpointing.storage.direct_io import write_file, write_range
-from checkpointing.storage.durable import fsync_directory, replace_file
+from checkpointing.storage.durable import fsync_directory, replace_file, write_file, write_range
 
 _SAMPLE_BYTES = 4096
 

@@ -25,15 +25,13 @@ from checkpointing.format.manifest import MANIFEST_NAME, Manifest
 from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Storage
 from checkpointing.storage.fence import Fence
-from checkpointing.storage.object_store import ObjectStore, SharedUploads, StorageError, StorageTimeout, probe
+from checkpointing.storage.object_store import ObjectStore, SharedUploads, StorageError, StorageTimeout
 from checkpointing.storage.rates import Rates, measure_objects
-from checkpointing.storage.sidecars import Sidecars
+from checkpointing.storage.sidecars import ObjectSidecars
 
 _MANIFEST = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/{re.escape(MANIFEST_NAME)}\Z")
 _QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/manifest\.(invalid|superseded)\.[0-9a-f]+\.json\Z")
 _DATA = re.compile(rf"({CHECKPOINT_PREFIX}{NUMBER}/({NUMBER})\.[0-9a-f]+)/")
-_RESTART_STATE = "runner.json"
-_SIDECARS = "records/"
 _FENCE = re.compile(rf"fence/({NUMBER})\.json\Z")
 # A newer fence may replace one that was listed, but not again and again.
 _FENCE_LOOKS = 10
@@ -41,18 +39,14 @@ _FENCE_LOOKS = 10
 
 @dataclass(frozen=True)
 class ObjectFile:
-    """A file of a checkpoint, read by ranges."""
+    """See `RemoteFile`."""
 
     store: ObjectStore
     key: str
     nbytes: int
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` from `start` on.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Get a range."""
         self.store.read_into(self.key, start, target)
 
 
@@ -182,48 +176,6 @@ class ObjectTransaction:
                 self._store.delete(list(self._store.sizes(f"{self._folder}/")) if self._is_shared else written)
 
 
-class ObjectSidecars(Sidecars):
-    """See `Sidecars`. The restart state is `runner.json`, all others are below `records/`."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
-
-    def read_restart_state(self) -> bytes | None:
-        """Get `runner.json`."""
-        return self._store.get(_RESTART_STATE)
-
-    def write_restart_state(self, data: bytes) -> None:
-        """Put `runner.json`."""
-        self._store.put(_RESTART_STATE, data)
-
-    def write(self, name: str, data: bytes) -> None:
-        """Put an object."""
-        self._store.put(_SIDECARS + name, data)
-
-    @property
-    def decides(self) -> bool:
-        """Return whether the server decides."""
-        return self._store.honours_if_absent
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Put an object, and get it: an earlier put may have been carried out without an answer."""
-        self._store.put(_SIDECARS + name, data, if_absent=True)
-        return self._store.get(_SIDECARS + name) == data
-
-    def remove(self, name: str) -> None:
-        """Delete an object."""
-        self._store.delete([_SIDECARS + name])
-
-    def read(self, name: str) -> bytes:
-        """Get an object."""
-        return self._store.get(_SIDECARS + name) or b""
-
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        """List the objects."""
-        found = sorted(self._store.sizes(_SIDECARS + prefix).items())
-        return {key.removeprefix(_SIDECARS): size for key, size in found}
-
-
 class ObjectStorage(Storage):
     """Checkpoints in an object store; see `Storage`.
 
@@ -232,25 +184,18 @@ class ObjectStorage(Storage):
     """
 
     writes_at_once = 2
+    # Object stores compare what arrives with the checksum that their client sends.
+    checks_arrival = True
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store.location)
         self.store = store
         self.sidecars = ObjectSidecars(store)
+        self.can_split = store.shared_uploads is not None
 
     def begin(self, step: int, attempt: int, identity: str = "", *, joins: bool = False) -> ObjectTransaction:
         """Choose a folder that no other writer uses, or the one of a save that several nodes write."""
         return ObjectTransaction(self, step, attempt, identity)
-
-    @property
-    def can_split(self) -> bool:
-        """Whether the store has uploads by several machines."""
-        return self.store.shared_uploads is not None
-
-    @property
-    def checks_arrival(self) -> bool:
-        """Object stores compare what arrives with the checksum that their client sends."""
-        return True
 
     @property
     def decides_between_writers(self) -> bool:
@@ -266,8 +211,14 @@ class ObjectStorage(Storage):
         self.store.delete(list(self.store.sizes()))
 
     def probe(self) -> str | None:
-        """Put, get, list and delete an object."""
-        probe(self.store)
+        """Put, get, list and delete an object: every kind of call that a run needs."""
+        key, data = f"probe/{uuid.uuid4().hex}", b"written by checkpointing to see what is allowed here"
+        self.store.put(key, data)
+        try:
+            if self.store.get(key) != data or key not in self.store.sizes(key):
+                raise StorageError(f"{self.location}: what was written there cannot be read back")
+        finally:
+            self.store.delete([key])
         if self.store.honours_if_absent:
             return None
         return (

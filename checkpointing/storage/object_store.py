@@ -6,7 +6,6 @@ implements these and nothing else.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -28,28 +27,16 @@ class ObjectMissing(StorageError):
 
 
 class SharedUploads(Protocol):
-    """Uploads of which several machines send the parts."""
+    """Uploads of which several machines send the parts. Calls raise as those of `ObjectStore` do."""
 
     def begin(self, key: str) -> str:
-        """Begin an upload; return what the others need to send parts.
-
-        Raises:
-            StorageError: The store refused, or did not answer.
-        """
+        """Begin an upload; return what the others need to send parts."""
 
     def send(self, key: str, upload: str, first: int, parts: Sequence[memoryview]) -> list[Any]:
-        """Send consecutive parts, the first of which has number `first`, from 0; return a receipt for each.
-
-        Raises:
-            StorageError: The store refused, or did not answer, or the upload is over.
-        """
+        """Send consecutive parts, the first of which has number `first`, from 0; return a receipt for each."""
 
     def complete(self, key: str, upload: str, receipts: Sequence[Any], nbytes: int) -> None:
-        """Make an object of `nbytes` bytes of the parts.
-
-        Raises:
-            StorageError: The store refused, or did not answer.
-        """
+        """Make an object of `nbytes` bytes of the parts."""
 
     def abort(self, key: str, upload: str) -> None:
         """Give an upload up; a failure is left to `ObjectStore.abort_uploads`."""
@@ -58,7 +45,7 @@ class SharedUploads(Protocol):
 class ObjectStore(Protocol):
     """A folder of objects. Keys are relative to it; `/` separates.
 
-    Every call returns or raises within a deadline of its own.
+    Every call returns within a deadline of its own, or raises StorageError: the store refused, or did not answer.
 
     Attributes:
         location: The URL, as the user gave it.
@@ -73,80 +60,37 @@ class ObjectStore(Protocol):
 
     @property
     def shared_uploads(self) -> SharedUploads | None:
-        """Uploads by several machines; None where the store has none."""
+        """See above."""
 
     @property
     def honours_if_absent(self) -> bool:
-        """Whether `put(if_absent=True)` is decided by the server, so that of several writers one wins.
-
-        Raises:
-            StorageError: The store refused, or did not answer.
-        """
+        """Whether `put(if_absent=True)` is decided by the server, so that of several writers one wins."""
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
-        """Store a small object; with `if_absent`, return False if there is one already.
-
-        Raises:
-            StorageError: The store refused, or did not answer.
-        """
+        """Store a small object; with `if_absent`, return False if there is one already."""
 
     def upload(self, key: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Store an object of any size, its bytes given in order; return its size. A failed upload leaves nothing.
 
         A piece may be overwritten when the next is asked for, unless they are a sequence. Where they are none, an
         object of more than 300 GB needs its size in advance: stores limit the number of parts.
-
-        Raises:
-            StorageError: The store refused, or did not answer.
         """
 
     def get(self, key: str) -> bytes | None:
-        """Return a small object's bytes; None if there is none.
-
-        Raises:
-            StorageError: The store refused, or did not answer.
-        """
+        """Return a small object's bytes; None if there is none."""
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """Fill `target` with the object's bytes from `start` on.
 
         Raises:
             ObjectMissing: The object is missing or too short.
-            StorageError: The store refused, or did not answer.
         """
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the size in bytes of every object whose key begins with `folder`, by key.
-
-        Raises:
-            StorageError: The store refused, or did not answer.
-        """
+        """Return the size in bytes of every object whose key begins with `folder`, by key."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; missing ones are ignored.
-
-        Raises:
-            StorageError: The store refused, or did not answer.
-        """
+        """Delete objects; missing ones are ignored."""
 
     def abort_uploads(self, among: Callable[[str], bool] = lambda key: True) -> int:
-        """Abort uploads of those keys that dead writers have left unfinished; return their number.
-
-        Raises:
-            StorageError: The store refused, or did not answer.
-        """
-
-
-def probe(store: ObjectStore) -> None:
-    """Put, get, list and delete an object: every kind of call that a run needs.
-
-    Raises:
-        StorageError: A call was refused; the message says which.
-    """
-    key, data = f"probe/{uuid.uuid4().hex}", b"written by checkpointing to see what is allowed here"
-    store.put(key, data)
-    try:
-        if store.get(key) != data or key not in store.sizes(key):
-            raise StorageError(f"{store.location}: what was written there cannot be read back")
-    finally:
-        store.delete([key])
+        """Abort uploads of those keys that dead writers have left unfinished; return their number."""

@@ -10,7 +10,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing.storage.direct_io import write_file
+from checkpointing.storage.durable import write_file
 from checkpointing.storage.object_store import ObjectStore, StorageError
 
 # Enough to get past the caches of a disk's controller, little enough to take seconds.
@@ -34,14 +34,7 @@ class Rates:
 
 
 def measure_directory(root: Path, checkpoint_bytes: int) -> Rates | None:
-    """Write a file of at most a checkpoint's size, sync it, and remove it.
-
-    Args:
-        root: Existing directory.
-        checkpoint_bytes: Size of one checkpoint.
-
-    Returns:
-        The rates; None where there is no room for the file.
+    """Write a file of at most a checkpoint's size, sync it, and remove it; return None where there is no room for it.
 
     Raises:
         OSError: The disk refused.
@@ -68,13 +61,6 @@ def measure_directory(root: Path, checkpoint_bytes: int) -> Rates | None:
 
 def measure_objects(store: ObjectStore, checkpoint_bytes: int) -> Rates:
     """Upload an object of at most a checkpoint's size, read it back, and delete it.
-
-    Args:
-        store: Where.
-        checkpoint_bytes: Size of one checkpoint.
-
-    Returns:
-        The rates.
 
     Raises:
         StorageError: The store refused, did not answer, or returned other bytes than were uploaded.

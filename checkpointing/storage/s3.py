@@ -8,50 +8,44 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.storage.object_store import ObjectMissing, SharedUploads, StorageTimeout
-from checkpointing.storage.s3_client import S3Client
-from checkpointing.storage.s3_errors import Missing, PreconditionFailed
+from checkpointing.storage.object_store import ObjectMissing, StorageTimeout
+from checkpointing.storage.s3_client import (
+    MIN_BYTES_PER_S,
+    Missing,
+    PreconditionFailed,
+    S3Client,
+    crc32,
+    deadline_s,
+    hanging_up,
+)
 from checkpointing.storage.s3_multipart import IN_FLIGHT, Uploads
-from checkpointing.storage.s3_transport import MIN_BYTES_PER_S, crc32, deadline_s, hanging_up
 
 _READ_BYTES = 1024 * 1024
 
 
 class S3Store:
-    """See `ObjectStore`. Thread-safe.
-
-    Attributes:
-        location: The URL, as the user gave it.
-        transferred: Called with a number of bytes as they are sent or received.
-        retried: Called with the reason, from any thread, before a call is retried.
-    """
+    """See `ObjectStore`, and `S3Client` for the location. Thread-safe."""
 
     def __init__(self, location: str) -> None:
-        """Open a location. Credentials, region and endpoint come from where AWS's tools take them.
-
-        Args:
-            location: `s3://bucket/prefix`.
-
-        Raises:
-            ValueError: The URL names no bucket, or AWS's settings cannot be used.
-        """
         self.transferred: Callable[[int], None] = lambda nbytes: None
         self.retried: Callable[[str], None] = lambda reason: None
         self._client = S3Client(location, 4 * IN_FLIGHT, retried=lambda reason: self.retried(reason))
         self.location = self._client.location
         self.reconnect = self._client.reconnect
         self._pool = ThreadPoolExecutor(2 * IN_FLIGHT, "s3")
-        self._uploads = Uploads(
+        self.shared_uploads = Uploads(
             self._client,
             self._pool,
             transferred=lambda nbytes: self.transferred(nbytes),
             size_of=lambda key: self.sizes(key).get(key),
         )
+        self.upload = self.shared_uploads.upload
+        self.abort_uploads = self.shared_uploads.abort_unfinished
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
         """Put an object in one call; `If-None-Match` makes it conditional."""
@@ -62,15 +56,6 @@ class S3Store:
         except PreconditionFailed:
             return False
         return True
-
-    @property
-    def shared_uploads(self) -> SharedUploads:
-        """Multipart uploads."""
-        return self._uploads
-
-    def upload(self, key: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
-        """Upload an object in parts, several at a time."""
-        return self._uploads.upload(key, pieces, nbytes)
 
     def get(self, key: str) -> bytes | None:
         """Get an object in one call."""
@@ -131,21 +116,7 @@ class S3Store:
         finally:
             self.delete([key])
 
-    def abort_uploads(self, among: Callable[[str], bool] = lambda key: True) -> int:
-        """Abort unfinished multipart uploads."""
-        return self._uploads.abort_unfinished(among)
-
 
 def open_location(location: str) -> ObjectStorage:
-    """Open an `s3://` URL.
-
-    Args:
-        location: URL.
-
-    Returns:
-        The storage.
-
-    Raises:
-        ValueError: The URL names no bucket, or AWS's settings cannot be used.
-    """
+    """Open an `s3://` URL; see `S3Client`."""
     return ObjectStorage(S3Store(location))

@@ -10,9 +10,7 @@ from typing import Any
 
 from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.object_store import StorageError, StorageTimeout
-from checkpointing.storage.s3_client import S3Client
-from checkpointing.storage.s3_errors import Missing
-from checkpointing.storage.s3_transport import body, crc32, cut
+from checkpointing.storage.s3_client import Missing, S3Client, body, crc32
 
 _PART_BYTES = 32 * 1024 * 1024
 # What radosgw writes at once. Parts of as many bytes, but not of whole stripes, took 4 % longer.
@@ -32,7 +30,14 @@ _Sent = list[Future[dict[str, Any]]]
 
 
 class Uploads:
-    """The uploads of one client. Thread-safe."""
+    """The uploads of one client. Thread-safe. See `SharedUploads` for those to which several machines send parts.
+
+    Args:
+        client: Makes the calls.
+        pool: Sends the parts.
+        transferred: Called with the bytes of each part that was sent.
+        size_of: Returns the size of an object; None where there is none.
+    """
 
     def __init__(
         self,
@@ -42,32 +47,11 @@ class Uploads:
         transferred: Callable[[int], None],
         size_of: Callable[[str], int | None],
     ) -> None:
-        """Create them.
-
-        Args:
-            client: Makes the calls.
-            pool: Sends the parts.
-            transferred: Called with the bytes of each part that was sent.
-            size_of: Returns the size of an object; None where there is none.
-        """
         self._client, self._pool, self._transferred, self._size_of = client, pool, transferred, size_of
         self._free, self._turn = threading.Semaphore(IN_FLIGHT), threading.Lock()
 
     def upload(self, key: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
-        """Store an object.
-
-        Args:
-            key: Of the object.
-            pieces: Its bytes, in order. A piece may be overwritten when the next is asked for, unless they are a
-                sequence.
-            nbytes: Its size, where the pieces are no sequence and it is known.
-
-        Returns:
-            Its size in bytes.
-
-        Raises:
-            StorageError: S3 refused, or did not answer; nothing is left of the upload.
-        """
+        """Store an object; see `ObjectStore.upload`."""
         sent: _Sent = []
         parts, part_bytes, places = _parts_of(pieces, sent, nbytes)
         first = next(parts, memoryview(b""))
@@ -84,7 +68,7 @@ class Uploads:
         return uploaded
 
     def begin(self, key: str) -> str:
-        """Begin an upload to which several machines may send parts; see `SharedUploads`."""
+        """Begin an upload."""
         return str(self._client.call("create_multipart_upload", key)["UploadId"])
 
     def send(self, key: str, upload: str, first: int, parts: Sequence[memoryview]) -> list[dict[str, Any]]:
@@ -115,24 +99,15 @@ class Uploads:
             nbytes += len(part)
         return nbytes
 
-    def abort_unfinished(self, among: Callable[[str], bool]) -> int:
-        """Abort uploads that dead writers have left unfinished.
-
-        Args:
-            among: Whether an object's upload may be aborted, by its key.
-
-        Returns:
-            Their number.
-
-        Raises:
-            StorageError: S3 refused, or did not answer.
-        """
-        prefix = self._client.prefix
-        found = [(upload["Key"].removeprefix(prefix), upload["UploadId"]) for upload in self._unfinished()]
-        uploads = [(key, upload_id) for key, upload_id in found if among(key)]
-        for key, upload_id in uploads:
-            self.abort(key, upload_id)
-        return len(uploads)
+    def abort_unfinished(self, among: Callable[[str], bool] = lambda key: True) -> int:
+        """Abort uploads that dead writers have left unfinished; see `ObjectStore.abort_uploads`."""
+        num_aborted = 0
+        for upload in self._unfinished():
+            key = upload["Key"].removeprefix(self._client.prefix)
+            if among(key):
+                self.abort(key, upload["UploadId"])
+                num_aborted += 1
+        return num_aborted
 
     def _put(self, key: str, data: memoryview) -> int:
         arguments: dict[str, Any] = {"Body": body(data), "ChecksumCRC32": crc32(data)}
@@ -214,6 +189,34 @@ def _parts_of(pieces: Iterable[memoryview], sent: _Sent, nbytes: int | None) -> 
         return cut(one_at_a_time(), part_bytes, stays=False), part_bytes, places
     part_bytes = equal_parts(sum(map(len, pieces)))
     return cut(pieces, part_bytes, stays=True), part_bytes, 1
+
+
+def cut(pieces: Iterable[memoryview], part_bytes: int, *, stays: bool) -> Iterator[memoryview]:
+    """Yield parts of `part_bytes` bytes, but for the last; without a copy where a part is within one piece.
+
+    Args:
+        pieces: The bytes, in order.
+        part_bytes: Size of a part.
+        stays: Whether a piece still exists when the next one is asked for.
+    """
+    pending: bytearray | memoryview = memoryview(b"")
+    for piece in pieces:
+        rest = piece
+        if pending:
+            taken = rest[: part_bytes - len(pending)]
+            rest = rest[len(taken) :]
+            if isinstance(pending, memoryview):
+                pending = bytearray(pending)
+            pending += taken
+            if len(pending) < part_bytes:
+                continue
+            yield memoryview(pending)
+        while len(rest) >= part_bytes:
+            yield rest[:part_bytes]
+            rest = rest[part_bytes:]
+        pending = rest if stays else bytearray(rest)
+    if pending:
+        yield memoryview(pending)
 
 
 def equal_parts(nbytes: int) -> int:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointing.host import locking
-from checkpointing.storage.direct_io import write_file
-from checkpointing.storage.durable import fsync_directory, replace_file
+from checkpointing.storage.durable import fsync_directory, replace_file, write_file
 from runner.errors import RunBusy, UsageError, unusable
 from runner.journal.journal import JOURNAL_NAME
 

@@ -28,7 +28,7 @@ from helpers.servers import (
 from infra.parts import needs
 
 from checkpointing.errors import CommitFailed
-from checkpointing.storage import open_storage, s3, s3_client, s3_multipart, s3_transport
+from checkpointing.storage import open_storage, s3, s3_client, s3_multipart
 from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout
 
@@ -76,9 +76,9 @@ def impatient(answer_within_s: float = 30) -> Iterator[None]:
     """What fails is tried again for a moment only; a store that is opened here thinks a line dead after a second
     without a sound."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s3_transport, "_RETRY_FOR_S", 0.3)
+        patch.setattr(s3_client, "_RETRY_FOR_S", 0.3)
         patch.setattr(s3_client, "_ANSWER_WITHIN_S", answer_within_s)
-        patch.setattr(s3_transport, "MIN_BYTES_PER_S", 1 << 30)
+        patch.setattr(s3_client, "MIN_BYTES_PER_S", 1 << 30)
         patch.setattr(s3_client, "_CONNECT_TIMEOUT_S", 1)
         patch.setattr(s3_client, "_SILENCE_TIMEOUT_S", 1)
         yield
@@ -406,9 +406,7 @@ def test_a_bucket_that_is_deleted_is_named(
 @needs("faketime")
 def test_a_wrong_clock_is_named(radosgw_s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     location = f"s3://{bucket_on(radosgw_s3, monkeypatch)}/run"
-    impatient = (
-        "from checkpointing.storage import s3_transport as s3; s3._RETRY_FOR_S, s3.MIN_BYTES_PER_S = 0.5, 1 << 30"
-    )
+    impatient = "from checkpointing.storage import s3_client as s3; s3._RETRY_FOR_S, s3.MIN_BYTES_PER_S = 0.5, 1 << 30"
     program = f"import sys, writer; {impatient}; writer.main(*sys.argv[1:])"
     result = subprocess.run(
         ["faketime", "-f", "+1h", sys.executable, "-c", program, location, "commit:1"],

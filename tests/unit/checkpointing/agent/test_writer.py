@@ -13,8 +13,8 @@ from checkpointing.agent.reporting import Result
 from checkpointing.agent.writer import Writer
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers, open_tiers
-from checkpointing.storage.local_sidecars import LocalSidecars
 from checkpointing.storage.object_storage import ObjectStorage
+from checkpointing.storage.sidecars import LocalSidecars
 
 
 def test_writes_that_storage_refused_are_repeated_when_it_is_back(tmp_path: Path) -> None:

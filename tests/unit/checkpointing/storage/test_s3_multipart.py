@@ -10,9 +10,8 @@ import pytest
 
 from checkpointing.storage import s3_multipart
 from checkpointing.storage.object_store import StorageError, StorageTimeout
-from checkpointing.storage.s3_client import S3Client
-from checkpointing.storage.s3_errors import Missing
-from checkpointing.storage.s3_multipart import Uploads, equal_parts
+from checkpointing.storage.s3_client import Missing, S3Client
+from checkpointing.storage.s3_multipart import Uploads, cut, equal_parts
 
 MIB = 1 << 20
 
@@ -171,3 +170,24 @@ def test_where_uploads_cannot_be_listed_a_rule_of_the_bucket_ends_them(
     else:
         with pytest.raises(StorageTimeout):
             uploads.abort_unfinished(lambda key: True)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("lengths", [[], [3], [8], [20], [3, 3, 3, 3], [10, 1, 10], [1] * 17])
+def test_parts_are_the_same_bytes_in_order(lengths: list[int], stays: bool) -> None:
+    data = bytes(range(sum(lengths)))
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    buffer = bytearray(max(lengths, default=0))
+
+    def pieces() -> object:
+        for start, length in zip(starts, lengths, strict=True):
+            if stays:
+                yield memoryview(data)[start : start + length]
+            else:
+                # The next piece is written over this one.
+                buffer[:length] = data[start : start + length]
+                yield memoryview(buffer)[:length]
+
+    parts = [bytes(part) for part in cut(pieces(), 8, stays=stays)]  # type: ignore[arg-type]
+    assert b"".join(parts) == data
+    assert all(len(part) == 8 for part in parts[:-1])

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 from chaos.stores import MemoryObjects
 
-from checkpointing.storage.local_sidecars import LocalSidecars
-from checkpointing.storage.object_storage import ObjectSidecars
-from checkpointing.storage.sidecars import Sidecars, attempt_of
+from checkpointing.storage.sidecars import LocalSidecars, ObjectSidecars, Sidecars, attempt_of
 
 
 @pytest.fixture(params=["local", "objects"])

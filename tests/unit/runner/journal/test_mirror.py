@@ -9,7 +9,7 @@ import pytest
 from helpers.journals import event
 
 from checkpointing.storage import LocalStorage, open_storage
-from checkpointing.storage.local_sidecars import LocalSidecars
+from checkpointing.storage.sidecars import LocalSidecars
 from runner.errors import UsageError
 from runner.journal import mirror
 from runner.journal.journal import Journal, read_journal

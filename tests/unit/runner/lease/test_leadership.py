@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.node_fakes import FakeSession
 
-from checkpointing.storage.local_sidecars import LocalSidecars
+from checkpointing.storage.sidecars import LocalSidecars
 from runner.config.schema import Config
 from runner.journal.run_directory import RunDirectory
 from runner.lease.leadership import LeaderChoice, take_over

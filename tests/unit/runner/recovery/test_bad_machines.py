@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.storage.local_sidecars import LocalSidecars
+from checkpointing.storage.sidecars import LocalSidecars
 from runner.recovery.bad_machines import (
     RECORD_NAME,
     VARIABLE,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.node_fakes import FakeSession
 
-from checkpointing.storage.local_sidecars import LocalSidecars
+from checkpointing.storage.sidecars import LocalSidecars
 from runner.errors import BadMachineError, ExitCode
 from runner.recovery.bad_machines import VARIABLE, BadMachine, add_bad_machines, read_bad_machines
 from runner.recovery.failure import Failure

@@ -11,7 +11,7 @@ import pytest
 from helpers.node_fakes import FakeLeader, FakeNode, FakeSession
 
 from checkpointing.agent.events import Event, Log
-from checkpointing.storage.local_sidecars import LocalSidecars
+from checkpointing.storage.sidecars import LocalSidecars
 from runner.errors import ExitCode, PeersMissing, UsageError
 from runner.journal.attempts import AttemptSpec
 from runner.journal.events import NodesChanged, WaitingForNodes

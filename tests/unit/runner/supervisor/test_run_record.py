@@ -11,8 +11,8 @@ from helpers.node_fakes import FakeNode, FakeSession
 
 from checkpointing.agent.events import FencedEvent
 from checkpointing.storage import LocalStorage
-from checkpointing.storage.local_sidecars import LocalSidecars
 from checkpointing.storage.object_store import StorageTimeout
+from checkpointing.storage.sidecars import LocalSidecars
 from runner.journal.attempts import Job
 from runner.journal.journal import Journal
 from runner.recovery.failure import Failure
@@ -176,7 +176,7 @@ def test_a_start_while_the_durable_tier_is_away_goes_by_the_local_tiers_copy(
     record.keep(bench.node, 1)
 
     def away(self: LocalSidecars) -> bytes | None:
-        if self._root != local:
+        if self._folder.parent != local:
             raise StorageTimeout("no answer")
         return (local / ".runner.json").read_bytes()
 
