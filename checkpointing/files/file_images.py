@@ -77,6 +77,15 @@ def bytes_of(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+def tensor_over(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor over part of a file, with a storage of its own; a copy where the offset is not aligned."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    if offset % dtype.itemsize:
+        return torch.frombuffer(bytearray(buffer[offset : offset + nbytes]), dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, offset=offset, count=nbytes // dtype.itemsize)
+
+
 @dataclass(frozen=True)
 class PlacedFile:
     """A file image and its offset in the arena, in bytes; page-aligned, so that it can be written with O_DIRECT."""

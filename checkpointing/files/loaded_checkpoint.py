@@ -8,8 +8,9 @@ import io
 import json
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,10 @@ from torch.serialization import skip_data
 
 from checkpointing.commit.reading import MemoryFile
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
-from checkpointing.files import sharding
+from checkpointing.files import safetensors_files, sharding
 from checkpointing.files.spread_files import SpreadFiles
-from checkpointing.files.torch_files import storage_records
-from checkpointing.files.torch_reader import check_archive, filled, model_state, plain
-from checkpointing.format.layout import (
-    MODEL_NAME,
-    OPTIMIZER_NAME,
-    WEIGHTS_NAMES,
-    rank_object_name,
-)
+from checkpointing.files.torch_files import check_archive, filled, plain, storage_records
+from checkpointing.format.layout import MODEL_NAME, OPTIMIZER_NAME, WEIGHTS_NAMES, rank_object_name
 from checkpointing.process import rng
 from checkpointing.process.trees import replaced
 
@@ -35,6 +30,7 @@ from checkpointing.process.trees import replaced
 SMALL_BYTES = 64 * 1024 * 1024
 
 
+@dataclass(eq=False)
 class LoadedCheckpoint:
     """A state whose bytes have been read and verified. It is parsed without running code from it.
 
@@ -43,44 +39,36 @@ class LoadedCheckpoint:
         step: Its step.
         world_size: Number of ranks that wrote it.
         samples_consumed: Its data cursor, in samples drawn by all ranks.
+        files: Its files that were read whole, by name, but for those that were parsed and may be parsed once.
+        path: Its directory, where it has one on this machine.
+        private: The tensors of `torch_object` are the reader's own. Otherwise, and those of `model_state` always, they
+            must be copied before anything changes them.
+        scratch: Folder for temporary files.
         spread: Its files that are spread over shards, if there are any.
         is_snapshot: It is in the memory of this node, or of several.
         rank: Number of the rank that reads it.
-        private: The tensors of `torch_object` are the reader's own. Otherwise, and those of `model_state` always, they
-            must be copied before anything changes them.
     """
 
-    def __init__(
-        self,
-        label: str,
-        *,
-        step: int,
-        world_size: int,
-        samples_consumed: int,
-        files: Mapping[str, memoryview],
-        path: Path | None,
-        private: bool,
-        scratch: Path | None = None,
-        spread: SpreadFiles | None = None,
-        is_snapshot: bool = False,
-        rank: int = 0,
-    ) -> None:
-        self.label = label
-        self.step = step
-        self.world_size = world_size
-        self.samples_consumed = samples_consumed
-        self.private = private
-        self._files = dict(files)
-        self._path = path
-        self._scratch = scratch
-        self.spread = spread
-        self.is_snapshot = is_snapshot
-        self.rank = rank
+    label: str
+    _: KW_ONLY
+    step: int
+    world_size: int
+    samples_consumed: int
+    files: dict[str, memoryview]
+    path: Path | None
+    private: bool
+    scratch: Path | None = None
+    spread: SpreadFiles | None = None
+    is_snapshot: bool = False
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        self.files = dict(self.files)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def has(self, name: str) -> bool:
         """Return whether this file was read, and not yet parsed where it may be parsed once."""
-        return name in self._files or self._is_spread(name)
+        return name in self.files or (self.spread is not None and self.spread.has(name))
 
     def own_name(self, name: str) -> str:
         """Return the file that holds an object of this rank: its own, or the one of all ranks."""
@@ -90,13 +78,13 @@ class LoadedCheckpoint:
     @property
     def directory(self) -> Path:
         """A directory with at least the small files, for readers that need one; `close` removes it."""
-        if self._path is not None:
-            return self._path
+        if self.path is not None:
+            return self.path
         if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="checkpoint-snapshot-", dir=self._scratch)
+            self._temporary = tempfile.TemporaryDirectory(prefix="checkpoint-snapshot-", dir=self.scratch)
             folder = Path(self._temporary.name) / f"checkpoint-{self.step}"
             folder.mkdir()
-            for name, data in self._files.items():
+            for name, data in self.files.items():
                 if len(data) <= SMALL_BYTES and name not in (*WEIGHTS_NAMES, OPTIMIZER_NAME):
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     (folder / name).write_bytes(data)
@@ -136,24 +124,16 @@ class LoadedCheckpoint:
                 "adapter), or another output_dir."
             )
         buffer = self._data(name)
-        self._files.pop(name, None)
+        self.files.pop(name, None)
         with self.reading(name):
-            state = model_state(buffer)
+            state = safetensors_files.model_state(buffer)
         # Earlier releases kept the name of torch.compile's wrapper.
         return {name.removeprefix("_orig_mod."): value for name, value in state.items()}
 
     def cut(self, name: str, whole: torch.Tensor, live: Any, *, in_place: bool = False) -> torch.Tensor:
-        """Return what this rank holds of a tensor, distributed like `live`; all of it where `live` is not sharded.
+        """Return this rank's part of a tensor of a file; see `sharding.cut_like`.
 
-        Args:
-            name: The file that the tensor was parsed from.
-            whole: The tensor, which may have no contents yet.
-            live: The tensor that it is for, or anything else.
-            in_place: See `sharding.cut_like`.
-
-        Raises:
-            InvalidCheckpoint: Its bytes were altered.
-            StorageUnreachable: They cannot be read now.
+        The tensor may have no contents yet: `SpreadFiles.cut` reads them, and raises what it says.
         """
         if self.spread is not None and self.spread.has(name):
             return self.spread.cut(name, whole, live, in_place=in_place)
@@ -161,16 +141,12 @@ class LoadedCheckpoint:
 
     def cut_optimizer_state(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state dict, with what this rank holds of its tensors; raises as `cut` does."""
-        if not self._is_spread(OPTIMIZER_NAME):
+        if self.spread is None or not self.spread.has(OPTIMIZER_NAME):
             return sharding.cut_optimizer_state(state, optimizer)
-        assert self.spread is not None
         cut = sharding.cut_optimizer_state(state, optimizer, functools.partial(self.spread.cut, OPTIMIZER_NAME))
         # What belongs to no parameter.
         self.spread.fill(OPTIMIZER_NAME, cut)
         return cut
-
-    def _is_spread(self, name: str) -> bool:
-        return self.spread is not None and self.spread.has(name)
 
     def torch_object(self, name: str) -> Any:
         """Return the object in a `torch.save` file; its tensors share the bytes that were read, so call this once.
@@ -180,7 +156,7 @@ class LoadedCheckpoint:
         """
         buffer = self._data(name)
         if name == OPTIMIZER_NAME:
-            self._files.pop(name, None)
+            self.files.pop(name, None)
         with self.reading(name), torch.serialization.safe_globals(rng.SAFE_GLOBALS):
             check_archive(buffer)
             if len(buffer) <= SMALL_BYTES and name != OPTIMIZER_NAME:
@@ -217,9 +193,9 @@ class LoadedCheckpoint:
     def _data(self, name: str) -> memoryview:
         if self.spread is not None and self.spread.has(name):
             return self.spread.open(name)
-        if name not in self._files:
+        if name not in self.files:
             raise InvalidCheckpoint(self.label, f"{name} is not in it; resume from another step")
-        return self._files[name]
+        return self.files[name]
 
     def end_reading(self) -> None:
         """Note that model and optimizer are restored, on all ranks together: nobody reads the others' shards then."""
@@ -228,7 +204,7 @@ class LoadedCheckpoint:
 
     def close(self) -> None:
         """Release the bytes that were not parsed."""
-        self._files.clear()
+        self.files.clear()
         if self.spread is not None:
             self.spread.close()
         if self._temporary is not None:

@@ -1,4 +1,4 @@
-"""The layout of files that no node holds whole: what each rank holds of them, packed into a shard."""
+"""What each rank writes of sharded state: what no node holds whole is packed into shards, nothing is copied twice."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -19,6 +20,8 @@ from checkpointing.process.ranks import Ranks
 # better place to read it from than one rank.
 _MOST_COMMON_BYTES = 64 * 1024 * 1024
 _ZEROS = torch.zeros(ALIGNMENT, dtype=torch.uint8)
+# File, offset, strides and shape of bytes that a rank copies.
+_Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -127,3 +130,35 @@ def _holdings(images: Sequence[FileImage], *, with_common: bool) -> Iterator[_Ho
                 *counts, length = extent.source.shape
                 levels = tuple(zip(counts, extent.strides, strict=True))
                 yield _Holding(image.name, Piece(extent.offset, length, levels), extent, is_common=False)
+
+
+class LocalWriters:
+    """Leaves bytes that several ranks of a node hold to the first of these.
+
+    A mesh says which of its own ranks copies what. Where a tensor is on one mesh of several with the same contents, as
+    a norm that FSDP2 shards and tensor parallelism does not, each of these would copy it.
+
+    Args:
+        ranks: This rank, with a group that only the copy thread uses.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        # What the ranks held when they last compared it: it seldom changes.
+        self._digests: list[bytes] = []
+        self._elsewhere: frozenset[_Place] = frozenset()
+
+    def take_turns(self, images: Sequence[FileImage]) -> None:
+        """Take from the images what an earlier rank of this node copies; all ranks call this together."""
+        mine = [_place_of(image, extent) for image in images for extent in image.own]
+        digests = self._ranks.gather(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest())
+        if digests != self._digests:
+            first = self._ranks.rank - self._ranks.local_rank
+            before = self._ranks.gather(mine)[first : self._ranks.rank]
+            self._elsewhere, self._digests = frozenset(chain.from_iterable(before)), digests
+        for image in images:
+            image.own[:] = [extent for extent in image.own if _place_of(image, extent) not in self._elsewhere]
+
+
+def _place_of(image: FileImage, extent: Extent) -> _Place:
+    return image.name, extent.offset, extent.strides, tuple(extent.source.shape)

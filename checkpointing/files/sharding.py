@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +19,75 @@ import torch.distributed as dist
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import Extent, FileImage, bytes_of
-from checkpointing.files.fragments import Fragment, assembled, fragment_of, is_partitioned
 from checkpointing.format.boxes import Cut, Placements, Range, Region, num_regions, region, runs, writers
-from checkpointing.process.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What a rank holds of a flattened tensor, as DeepSpeed's ZeRO deals tensors out: consecutive elements in C order.
+
+    Attributes:
+        shape: Shape of the whole tensor.
+        first: Number of elements before it.
+        tensor: The elements themselves, in one dimension; changes in it are changes of the state.
+        is_written: Whether this rank copies them, of all on this node that hold the same.
+        distribution: What fragments have in common of which ranks may hold the same.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+    tensor: torch.Tensor
+    is_written: bool = True
+    distribution: str = "fragments"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the elements are."""
+        return self.tensor.device
+
+    @property
+    def last(self) -> int:
+        """Number of elements before its end."""
+        return self.first + self.tensor.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor."""
+        return math.prod(self.shape) * self.tensor.element_size()
+
+
+def is_partitioned(value: object) -> bool:
+    """Return whether a value is a parameter that ZeRO-3 has partitioned, and which is empty between its uses."""
+    return hasattr(value, "ds_tensor")
+
+
+def fragment_of(value: Any) -> Fragment | None:
+    """Return a `Fragment` as it is, and what this rank holds of a parameter of ZeRO-3; None for any other value."""
+    if isinstance(value, Fragment):
+        return value
+    if not is_partitioned(value):
+        return None
+    # Each rank has equally much; what exceeds the parameter is padding.
+    own = value.ds_tensor.detach().view(-1)
+    first = min(dist.get_rank(value.ds_process_group) * own.numel(), value.ds_numel)
+    return Fragment(tuple(value.ds_shape), first, own[: max(min(own.numel(), value.ds_numel - first), 0)])
+
+
+def assembled(parameter: Any) -> torch.Tensor:
+    """Return a copy of a whole parameter of ZeRO-3, which all ranks ask for together."""
+    own = parameter.ds_tensor.detach().view(-1)
+    if own.device.type == "cpu" and dist.get_backend(parameter.ds_process_group) != "gloo":
+        # Parameters that are kept in host memory.
+        own = own.to(torch.accelerator.current_accelerator())
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(parameter.ds_process_group))]
+    dist.all_gather(parts, own.contiguous(), group=parameter.ds_process_group)
+    found: torch.Tensor = torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
+    return found
 
 
 @dataclass(frozen=True)
@@ -49,8 +113,6 @@ class Part:
 
 # By the storage of the stand-in for the whole tensor.
 Parts = dict[int, Part]
-# File, offset, strides and shape of bytes that a rank copies.
-_Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 
 
 def is_dtensor(value: object) -> bool:
@@ -211,15 +273,15 @@ def take_over(image: FileImage, parts: Parts) -> FileImage:
 
 def _extents(part: Part) -> Iterator[Extent]:
     """Yield what this rank holds, with its places in the whole tensor."""
-    size = part.tensor.element_size()
     for box in part.region.boxes():
-        found = runs(box, part.shape)
-        own = part.tensor[_slices(box.own)].contiguous()
-        strides = tuple(stride * size for stride in found.strides)
-        yield Extent(found.offset * size, bytes_of(own.view(*found.counts, found.length)), strides, part.tensor)
+        found = runs(box, part.shape, part.tensor.element_size())
+        own = bytes_of(part.tensor[slices(box.own)].contiguous().view(-1))
+        counts, strides = (tuple(level[which] for level in found.levels) for which in (0, 1))
+        yield Extent(found.offset, own.view(*counts, found.length), strides, part.tensor)
 
 
-def _slices(ranges: Iterable[Range]) -> tuple[slice, ...]:
+def slices(ranges: Iterable[Range]) -> tuple[slice, ...]:
+    """Return the index of a box."""
     return tuple(slice(first, last) for first, last in ranges)
 
 
@@ -268,7 +330,7 @@ def own_part(whole: torch.Tensor, part: Part, own: torch.Tensor | None = None) -
         own = torch.empty(part.region.shape, dtype=whole.dtype, device=whole.device)
     whole = whole.reshape(part.shape)
     for box in part.region.boxes():
-        own[_slices(box.own)] = whole[_slices(box.whole)]
+        own[slices(box.own)] = whole[slices(box.whole)]
     return own
 
 
@@ -325,35 +387,3 @@ def is_spread(model: torch.nn.Module, local_world_size: int) -> bool:
         if any(len(writing) < needed for writing in found.values()):
             return True
     return False
-
-
-class LocalWriters:
-    """Leaves bytes that several ranks of a node hold to the first of these.
-
-    A mesh says which of its own ranks copies what. Where a tensor is on one mesh of several with the same contents, as
-    a norm that FSDP2 shards and tensor parallelism does not, each of these would copy it.
-
-    Args:
-        ranks: This rank, with a group that only the copy thread uses.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        # What the ranks held when they last compared it: it seldom changes.
-        self._digests: list[bytes] = []
-        self._elsewhere: frozenset[_Place] = frozenset()
-
-    def take_turns(self, images: Sequence[FileImage]) -> None:
-        """Take from the images what an earlier rank of this node copies; all ranks call this together."""
-        mine = [_place_of(image, extent) for image in images for extent in image.own]
-        digests = self._ranks.gather(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest())
-        if digests != self._digests:
-            first = self._ranks.rank - self._ranks.local_rank
-            before = self._ranks.gather(mine)[first : self._ranks.rank]
-            self._elsewhere, self._digests = frozenset(itertools.chain.from_iterable(before)), digests
-        for image in images:
-            image.own[:] = [extent for extent in image.own if _place_of(image, extent) not in self._elsewhere]
-
-
-def _place_of(image: FileImage, extent: Extent) -> _Place:
-    return image.name, extent.offset, extent.strides, tuple(extent.source.shape)

@@ -11,7 +11,7 @@ import math
 import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +151,7 @@ class SpreadFiles:
         return opened.buffer[: file.nbytes]
 
     def cut(self, name: str, whole: torch.Tensor, live: Any, *, in_place: bool = False) -> torch.Tensor:
-        """Return what this rank holds of a tensor, distributed like `live`; all of it where `live` is not sharded.
-
-        Args:
-            name: The file.
-            whole: The tensor as it was parsed, without contents.
-            live: The tensor that it is for, or anything else.
-            in_place: See `sharding.cut_like`.
+        """Return this rank's part of a tensor of a file, which was parsed without contents; see `sharding.cut_like`.
 
         Raises:
             InvalidCheckpoint: A shard is missing, or was altered.
@@ -194,12 +188,9 @@ class SpreadFiles:
         self._opened.clear()
 
     def _read_box(self, opened: _Opened, whole: torch.Tensor, box: Box, own: torch.Tensor) -> None:
-        size, begin = whole.element_size(), whole.data_ptr() - opened.address
-        found = runs(box, whole.shape)
-        strides = (stride * size for stride in found.strides)
-        levels = tuple(zip(found.counts, strides, strict=True))
-        wanted = Piece(begin + found.offset * size, found.length * size, levels)
-        place = tuple(slice(*bounds) for bounds in box.own)
+        found = runs(box, whole.shape, whole.element_size())
+        wanted = replace(found, offset=whole.data_ptr() - opened.address + found.offset)
+        place = sharding.slices(box.own)
         exact, block = opened.file.exactly(wanted), own[place]
         packed = block if block.is_contiguous() else torch.empty(box.shape, dtype=whole.dtype)
         target = packed.view(-1).view(torch.uint8).numpy().data
@@ -207,13 +198,13 @@ class SpreadFiles:
             # As this rank, or another one, has written it: packed already.
             one_run = Piece(0, exact.nbytes, at=exact.at)
             read_piece(self._readers(exact.shard), one_run, (0, exact.nbytes), target)
-        elif not levels:
+        elif not wanted.levels:
             read_range(opened.file, self._readers, wanted.offset, target)
         else:
             # In memory of its own: another name of the same tensor may be in use in the file's.
             around = torch.empty(wanted.end - wanted.offset, dtype=torch.uint8)
             read_range(opened.file, self._readers, wanted.offset, around.numpy().data)
-            rows = around.view(whole.dtype).as_strided([*found.counts, found.length], [*found.strides, 1])
+            rows = around.view(whole.dtype).as_strided(*_in_elements(wanted, whole.element_size()))
             packed.copy_(rows.reshape(box.shape))
         if packed is not block:
             own[place] = packed
@@ -227,6 +218,12 @@ class SpreadFiles:
             raise InvalidCheckpoint(self._label, str(error)) from None
         except OSError as error:
             raise fault(self._label, "a shard", error) from None
+
+
+def _in_elements(piece: Piece, element_bytes: int) -> tuple[list[int], list[int]]:
+    """Return shape and strides of the runs of a piece."""
+    shape = [*(count for count, _ in piece.levels), piece.length // element_bytes]
+    return shape, [*(stride // element_bytes for _, stride in piece.levels), 1]
 
 
 def _new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -270,7 +267,8 @@ def open_spread(
         return min(writer * world_size // writers, world_size - 1) == rank
 
     if without:
-        spread = _spread(label, files, index, {})
+        with _reading_index(label):
+            spread = SpreadFiles(label, index_of(index, files), files, {})
         spread.verify(is_own, without)
         return spread
     held: dict[int, memoryview] = {}
@@ -295,14 +293,14 @@ def open_spread(
             raise InvalidCheckpoint(label, str(error)) from None
         if actual != recorded:
             raise InvalidCheckpoint(label, altered(name, actual))
-    return _spread(label, files, index, held)
-
-
-def _spread(
-    label: str, files: Mapping[str, Recorded], index: memoryview, held: Mapping[int, memoryview]
-) -> SpreadFiles:
-    try:
+    with _reading_index(label):
         return SpreadFiles(label, index_of(index, files), files, held)
+
+
+@contextmanager
+def _reading_index(label: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise fault(label, "a shard", error) from None
     except ValueError as error:
@@ -331,8 +329,5 @@ def open_share(
         parts[shard] = ShardParts.of(data)
         if parts[shard].digest != recorded:
             raise InvalidCheckpoint(label, altered(shard_name(shard), parts[shard].digest))
-    try:
-        parsed = ShardIndex.from_json(index)
-    except ValueError as error:
-        raise InvalidCheckpoint(label, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
-    return SpreadFiles(label, parsed, {}, {}, parts, on_fault)
+    with _reading_index(label):
+        return SpreadFiles(label, ShardIndex.from_json(index), {}, {}, parts, on_fault)

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from checkpointing.format.shard_index import Piece
+
 # First and last index (exclusive) of a dimension.
 Range = tuple[int, int]
 
@@ -51,23 +53,6 @@ class Box:
     def shape(self) -> tuple[int, ...]:
         """Its size, by dimension."""
         return tuple(last - first for first, last in self.whole)
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Where the elements of a box are in the whole tensor, which is in C order.
-
-    Attributes:
-        offset: Index of the first element.
-        counts: Number of runs, by level, the outermost first; no level has a single one.
-        strides: Distance between the begins of two runs, by level, in elements.
-        length: Elements of each run.
-    """
-
-    offset: int
-    counts: tuple[int, ...]
-    strides: tuple[int, ...]
-    length: int
 
 
 @dataclass(frozen=True)
@@ -111,15 +96,16 @@ def region(
     return Region(tuple(found))
 
 
-def runs(box: Box, shape: Sequence[int]) -> Runs:
-    """Compute where a box is in the memory of the whole tensor, in as few runs as possible.
+def runs(box: Box, shape: Sequence[int], element_bytes: int) -> Piece:
+    """Compute where a box is in the memory of the whole tensor, which is in C order, in as few runs as possible.
 
     Args:
         box: The box, which is not empty.
         shape: Of the whole tensor.
+        element_bytes: Size of an element.
     """
     sizes = box.shape
-    offset, length, distance = 0, 1, 1
+    offset, length, distance = 0, element_bytes, element_bytes
     is_contiguous = True
     levels: list[tuple[int, int]] = []
     for (first, _), size, extent in zip(reversed(box.whole), reversed(sizes), reversed(shape), strict=True):
@@ -130,8 +116,7 @@ def runs(box: Box, shape: Sequence[int]) -> Runs:
             levels.append((size, distance))
         is_contiguous = is_contiguous and size == extent
         distance *= extent
-    levels.reverse()
-    return Runs(offset, tuple(count for count, _ in levels), tuple(stride for _, stride in levels), length)
+    return Piece(offset, length, tuple(reversed(levels)))
 
 
 def writers(

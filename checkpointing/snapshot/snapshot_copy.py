@@ -21,7 +21,7 @@ from checkpointing.errors import NonFinite
 from checkpointing.files import file_images, sharding
 from checkpointing.files.file_images import Extent, FileImage, PlacedFile, blob_image
 from checkpointing.files.safetensors_files import safetensors_image
-from checkpointing.files.shard_layout import ShardLayout
+from checkpointing.files.shard_layout import LocalWriters, ShardLayout
 from checkpointing.files.torch_files import TorchFileLayout, torch_bytes
 from checkpointing.format.layout import MASTER_NAME, OPTIMIZER_NAME, OPTIONS_NAME, rank_state_name
 from checkpointing.format.shard_index import INDEX_NAME, shard_name
@@ -114,7 +114,7 @@ class SnapshotCopy:
         self._replicas = ReplicaComparison(ranks)
         self._check_replicas = check_replicas
         self._shards = ShardLayout(ranks)
-        self._writers = sharding.LocalWriters(ranks)
+        self._writers = LocalWriters(ranks)
         self._layouts: dict[str, TorchFileLayout] = {}
         self.has_torn = False
 

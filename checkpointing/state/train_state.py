@@ -14,8 +14,7 @@ import torch.distributed as dist
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.files.readable import check_readable
-from checkpointing.files.torch_files import torch_bytes
+from checkpointing.files.torch_files import check_readable, torch_bytes
 from checkpointing.format.layout import (
     ADAPTER_NAME,
     EXTRA_STATE_NAME,

@@ -16,8 +16,7 @@ from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, is_peft_model
 from trl import SFTConfig, SFTTrainer
 
-from checkpointing.files.fragments import is_partitioned
-from checkpointing.files.sharding import gathered
+from checkpointing.files.sharding import gathered, is_partitioned
 from checkpointing.host.environment import rank_settings
 from checkpointing.process import device
 from checkpointing.state.param_names import innermost

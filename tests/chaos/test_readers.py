@@ -369,7 +369,7 @@ def any_file(place: Place) -> Reader:
             assert isinstance(problem, InvalidCheckpoint)
             assert_clear(str(problem), name)
             return False
-        assert {key: bytes(value) for key, value in found._files.items()} == originals
+        assert {key: bytes(value) for key, value in found.files.items()} == originals
         return True
 
     return Reader(place.data("model.safetensors"), [mutations.blindly, lambda data, r: data], read)
@@ -597,7 +597,7 @@ def base_model(place: Place) -> Reader:
 
     def read(data: bytes) -> bool:
         found = point(ADAPTER_NAME, weights)
-        found._files[BASE_NAME] = memoryview(bytearray(data))
+        found.files[BASE_NAME] = memoryview(bytearray(data))
         with refused(BASE_NAME, CheckpointError) as was:
             adapter.restore(layer, found)
             assert json.loads(data)["digest"] == json.loads(right)["digest"]

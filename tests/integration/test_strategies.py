@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from checkpointing import CheckpointManager
-from checkpointing.files.fragments import Fragment
-from checkpointing.files.sharding import gathered
+from checkpointing.files.sharding import Fragment, gathered
 
 folder, steps, strategy, last = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 torch.set_num_threads(1)

@@ -1,9 +1,12 @@
-"""Safetensors files are read back by the stock library."""
+"""Safetensors files are read back by the stock library, and in memory: only as the format says."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.materialised import materialise
@@ -12,8 +15,7 @@ from safetensors.torch import load_file
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import copy_tensors, pieces, place, shares
-from checkpointing.files.safetensors_files import safetensors_image
-from checkpointing.files.torch_reader import model_state
+from checkpointing.files.safetensors_files import model_state, safetensors_image
 from checkpointing.process.device import HostDevice
 
 STATE = {
@@ -62,3 +64,49 @@ def test_what_differs_between_ranks_is_taken_from_the_nodes_first() -> None:
         copy_tensors(shares(placed, share, 2), buffer, HostDevice())
     two = torch.full((2,), 2.0).numpy().tobytes()
     assert [two in bytes(buffer) for buffer in buffers] == [True, False]
+
+
+def safetensors(header: dict[str, Any], body: bytes, align: int = 8) -> memoryview:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % align)
+    return memoryview(bytearray(len(text).to_bytes(8, "little") + text + body))
+
+
+def entry(begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [(end - begin) // {"F32": 4, "U8": 1}[dtype]], "data_offsets": [begin, end]}
+
+
+def test_tensors_are_over_the_bytes_of_the_file() -> None:
+    buffer = safetensors({"a": entry(0, 8)}, np.array([1.0, 2.0], np.float32).tobytes())
+    state = model_state(buffer)
+    assert state["a"].tolist() == [1.0, 2.0]
+    buffer[-8:] = bytes(8)
+    assert state["a"].tolist() == [0.0, 0.0]
+
+
+def test_a_tensor_at_an_odd_offset_is_copied() -> None:
+    body = b"\x07" + np.array([1.0, 2.0], np.float32).tobytes()
+    buffer = safetensors({"odd": entry(0, 1, "U8"), "a": entry(1, 9)}, body)
+    state = model_state(buffer)
+    buffer[-8:] = bytes(8)
+    assert state["a"].tolist() == [1.0, 2.0] and state["odd"].tolist() == [7]
+
+
+def test_tied_weights_are_the_same_tensor_and_unknown_owners_are_ignored() -> None:
+    header = {"a": entry(0, 4), "__metadata__": {"tied": "a", "format": "pt", "a": "a"}}
+    state = model_state(safetensors(header, bytes(4)))
+    assert set(state) == {"a", "tied"} and state["tied"] is state["a"]
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "problem"),
+    [
+        ({"a": entry(0, 4), "b": entry(8, 12)}, 12, "overlap, or leave gaps"),
+        ({"a": entry(0, 4)}, 8, "overlap, or leave gaps"),
+        ({"a": {**entry(0, 4), "shape": [2]}}, 4, "a: its shape does not fit"),
+        ({"a": {**entry(0, 4), "shape": [True]}}, 4, "offsets or shape are not counts"),
+    ],
+)
+def test_bytes_that_belong_to_no_tensor_or_to_two_are_refused(header: dict[str, Any], body: int, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        model_state(safetensors(header, bytes(body)))

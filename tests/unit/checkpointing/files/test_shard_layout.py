@@ -19,7 +19,7 @@ from checkpointing.files.file_images import (
     placed_literals,
     shares,
 )
-from checkpointing.files.shard_layout import ShardLayout
+from checkpointing.files.shard_layout import LocalWriters, ShardLayout
 from checkpointing.format.shard_index import ShardIndex, ShardParts
 from checkpointing.format.word_sum import word_sum
 from checkpointing.process.device import HostDevice
@@ -131,3 +131,24 @@ def test_what_has_not_changed_is_not_exchanged_again() -> None:
         return before is after
 
     assert run_ranks(lay_out) == [True, True]
+
+
+def test_each_byte_is_copied_by_one_rank_of_a_node() -> None:
+    """Two meshes of two ranks hold the same tensor, as under tensor parallelism one that only FSDP2 shards."""
+
+    def left(ranks: Ranks) -> list[list[int]]:
+        writers, found = LocalWriters(ranks), []
+        for moment in range(3):
+            # At first half of it each, then the ranks hold another split, as a second optimizer might bring.
+            half = (ranks.rank + (moment == 2)) % 2
+            own = [Extent(4 * half, torch.zeros(4, dtype=torch.uint8)), Extent(8, torch.zeros(1, dtype=torch.uint8))]
+            image = FileImage("m", 9, own=own)
+            writers.take_turns([image])
+            found.append([extent.offset for extent in image.own])
+        return found
+
+    found: Any = run_ranks(left, 4)
+    assert found == [[[0, 8], [0, 8], [4, 8]], [[4], [4], [0]], [[], [], []], [[], [], []]]
+    # Every node holds all that its ranks copy.
+    found = run_ranks(left, 4, per_node=2)
+    assert found[2:] == found[:2] and found[0] == [[0, 8], [0, 8], [4, 8]]

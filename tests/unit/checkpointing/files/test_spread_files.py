@@ -13,8 +13,8 @@ from helpers.spread_checkpoint import COLUMNS, NAME, ROWS, STATE, WHOLE, files_o
 
 from checkpointing.commit.shard_reading import Recorded
 from checkpointing.errors import InvalidCheckpoint
+from checkpointing.files.safetensors_files import model_state
 from checkpointing.files.spread_files import SpreadFiles, open_spread
-from checkpointing.files.torch_reader import model_state
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.shard_index import INDEX_NAME, Piece, ShardIndex, ShardParts, parts_name, shard_name
 

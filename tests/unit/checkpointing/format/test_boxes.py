@@ -73,9 +73,10 @@ def test_runs_are_the_elements_of_a_box_in_the_whole_tensors_memory(case: Case) 
     indices = torch.arange(math.prod(case.shape))
     for coordinate in case.coordinates:
         for box in case.region(coordinate).boxes():
-            found = runs(box, case.shape)
-            assert math.prod(found.counts) * found.length == math.prod(box.shape) and 1 not in found.counts
-            view = indices.as_strided((*found.counts, found.length), (*found.strides, 1), found.offset)
+            found = runs(box, case.shape, 1)
+            counts, strides = ([level[which] for level in found.levels] for which in (0, 1))
+            assert found.nbytes == math.prod(box.shape) and 1 not in counts
+            view = indices.as_strided((*counts, found.length), (*strides, 1), found.offset)
             expected = indices.view(case.shape)[tuple(slice(*bounds) for bounds in box.whole)]
             assert torch.equal(view.reshape(-1), expected.reshape(-1))
 
@@ -97,28 +98,29 @@ def test_what_a_node_writes_is_all_that_it_holds_and_nothing_twice(
 
 
 @pytest.mark.parametrize(
-    ("shape", "whole", "offset", "counts", "strides", "length"),
+    ("shape", "whole", "offset", "levels", "length"),
     [
         # All of it, some rows, some columns, a column of rows, a scalar.
-        ((4, 6), ((0, 4), (0, 6)), 0, (), (), 24),
-        ((4, 6), ((1, 3), (0, 6)), 6, (), (), 12),
-        ((4, 6), ((0, 4), (2, 4)), 2, (4,), (6,), 2),
-        ((4, 6), ((2, 3), (2, 4)), 14, (), (), 2),
-        ((2, 3, 4), ((0, 2), (1, 2), (0, 4)), 4, (2,), (12,), 4),
-        ((2, 3, 4), ((0, 2), (1, 3), (1, 3)), 5, (2, 2), (12, 4), 2),
-        ((), (), 0, (), (), 1),
+        ((4, 6), ((0, 4), (0, 6)), 0, (), 24),
+        ((4, 6), ((1, 3), (0, 6)), 6, (), 12),
+        ((4, 6), ((0, 4), (2, 4)), 2, ((4, 6),), 2),
+        ((4, 6), ((2, 3), (2, 4)), 14, (), 2),
+        ((2, 3, 4), ((0, 2), (1, 2), (0, 4)), 4, ((2, 12),), 4),
+        ((2, 3, 4), ((0, 2), (1, 3), (1, 3)), 5, ((2, 12), (2, 4)), 2),
+        ((), (), 0, (), 1),
     ],
 )
 def test_runs(
     shape: tuple[int, ...],
     whole: tuple[tuple[int, int], ...],
     offset: int,
-    counts: object,
-    strides: object,
+    levels: object,
     length: int,
 ) -> None:
-    found = runs(Box(whole, whole), shape)
-    assert (found.offset, found.counts, found.strides, found.length) == (offset, counts, strides, length)
+    found = runs(Box(whole, whole), shape, 1)
+    assert (found.offset, found.levels, found.length) == (offset, levels, length)
+    wide = runs(Box(whole, whole), shape, 4)
+    assert (wide.offset, wide.length, wide.nbytes) == (4 * offset, 4 * length, 4 * found.nbytes)
 
 
 def test_rows_that_were_cut_for_tensor_parallelism_are_cut_again_for_fsdp() -> None:

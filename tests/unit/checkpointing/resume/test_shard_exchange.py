@@ -12,8 +12,8 @@ from helpers.thread_ranks import run_ranks
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.commit.shard_reading import CommonPieces
 from checkpointing.errors import InvalidCheckpoint
+from checkpointing.files.safetensors_files import model_state
 from checkpointing.files.spread_files import SpreadFiles, open_share
-from checkpointing.files.torch_reader import model_state
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import INDEX_NAME, Piece, shard_name

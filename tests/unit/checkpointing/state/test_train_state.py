@@ -72,7 +72,7 @@ def test_what_further_states_keep_is_not_the_memory_of_the_checkpoint(monkeypatc
     written, keeper = training(states={"keeper": Keeper()}), Keeper()
     saved = point(written.capture(check=True))
     saved.private = False
-    held = saved._files["keeper.pt"]
+    held = saved.files["keeper.pt"]
     before = bytes(held)
     training(states={"keeper": keeper}).restore_optimizer(saved, 0)
     keeper.kept["a"] += 1

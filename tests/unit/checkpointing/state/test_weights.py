@@ -131,7 +131,7 @@ def test_a_tensor_of_a_modules_own_is_not_the_checkpoints_memory(zero: Any) -> N
     """Ranks that resumed from memory counted for each other, and the next snapshot overwrote the counts."""
     model, saved = Counting(), {"weight": EXACT, "_extra_state": torch.tensor([3.0, 4.0])}
     files = point(model=saved)
-    held = files._files[MODEL_NAME]
+    held = files.files[MODEL_NAME]
     before = bytes(held)
     restore(model, files, zero)
     assert model.count.tolist() == [3.0, 4.0]

@@ -66,7 +66,7 @@ def test_the_newest_checkpoint_of_the_run_is_resumed_whatever_the_script_asks_fo
 
 def test_a_checkpoint_that_the_trainer_could_not_read_is_refused(tmp_path: Path) -> None:
     point = checkpoint()
-    point._files["trainer_state.json"] = memoryview(b"{}")
+    point.files["trainer_state.json"] = memoryview(b"{}")
     with pytest.raises(InvalidCheckpoint, match="trainer_state"):
         choose_start(Manager(point), arguments(tmp_path), None)
 
