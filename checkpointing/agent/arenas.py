@@ -13,9 +13,10 @@ from enum import Enum, auto
 from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.sharded_save import ShardedSave
 from checkpointing.format.digest import PART_BYTES
+from checkpointing.commit.sharded_save import Begun, ShardedSave
+from checkpointing.format.digest import PART_BYTES, added, word_sum
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import ShardParts
-from checkpointing.format.word_sum import added, word_sum
 from checkpointing.host.memory import DEFAULT_SHARE, available_bytes
 from checkpointing.host.shared_memory import SharedMemory, round_up
 from checkpointing.host.threads import side_by_side

@@ -81,14 +81,7 @@ class Region:
 def region(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Placements, coordinate: Sequence[int]
 ) -> Region:
-    """Compute what a rank holds of a tensor; the mesh dimensions cut it one after the other.
-
-    Args:
-        shape: Of the whole tensor.
-        mesh_shape: Number of ranks of each mesh dimension.
-        placements: What each mesh dimension does.
-        coordinate: Place of the rank in the mesh.
-    """
+    """Compute what the rank at a coordinate of a mesh holds of a tensor; the mesh dimensions cut it one by one."""
     found: list[tuple[Range, ...]] = [((0, size),) for size in shape]
     for size, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
         if placement is not None:
@@ -135,20 +128,12 @@ def writers(
         if as many write as the mesh has different regions (`num_regions`).
     """
     found: dict[int, dict[tuple[int, ...], int]] = {}
-    for rank, held in _regions_held(ranks, mesh_shape, placements).items():
+    for rank, coordinate in zip(ranks, itertools.product(*map(range, mesh_shape)), strict=True):
+        # A region is identified by the rank's place along the dimensions that cut.
+        held = tuple(index for index, cut in zip(coordinate, placements, strict=True) if cut is not None)
         node = found.setdefault(rank // local_world_size, {})
         node[held] = min(rank, node.get(held, rank))
     return {node: frozenset(holders.values()) for node, holders in found.items()}
-
-
-def _regions_held(
-    ranks: Sequence[int], mesh_shape: Sequence[int], placements: Placements
-) -> dict[int, tuple[int, ...]]:
-    """Return what identifies the region that each rank holds: its place along the dimensions that cut."""
-    return {
-        rank: tuple(index for index, cut in zip(coordinate, placements, strict=True) if cut is not None)
-        for rank, coordinate in zip(ranks, itertools.product(*map(range, mesh_shape)), strict=True)
-    }
 
 
 def num_regions(mesh_shape: Sequence[int], placements: Placements) -> int:

@@ -1,10 +1,13 @@
-"""The digest that guards every checkpoint file.
+"""The digest that guards every checkpoint file, and the sum that guards the copy into an arena.
 
-XXH3-128 (https://github.com/Cyan4973/xxHash): memory speed, and every single-bit flip and truncation changes it. It
-detects faults of disks, networks and software, not forgery.
+The digest is XXH3-128 (https://github.com/Cyan4973/xxHash): memory speed, and every single-bit flip and truncation
+changes it. It detects faults of disks, networks and software, not forgery. Files are digested in parts of 32 MiB: a
+file's digest is that of its parts' digests, concatenated. Several threads, or the ranks of a node, can each take a
+share of the parts.
 
-Files are digested in parts of 32 MiB: a file's digest is that of its parts' digests, concatenated. Several threads, or
-the ranks of a node, can each take a share of the parts.
+The sum says whether what arrived in an arena is what was captured: each rank sums the source of what it copies,
+wherever that is, as 64-bit words, and the agent sums the arena. Any change of a single word changes it. Digests would
+be stronger, but an accelerator has none, and they cannot be put together from shares.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ ALGORITHM = "xxh3_128_32m"
 PLAIN = "xxh3_128"
 PART_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 16 * 1024 * 1024
+# Of what is summed.
+WORD_BYTES = 8
+_MODULUS = 1 << 64
 
 
 def chunks(buffer: memoryview, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[memoryview]:
@@ -126,3 +132,29 @@ def digest_file(path: Path, algorithm: str = ALGORITHM) -> str:
             return digest_buffer(b"", algorithm)
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
             return digest_buffer(view, algorithm)
+
+
+def word_sum(data: memoryview | bytes, offset: int = 0) -> int:
+    """Return the sum of bytes as little-endian words, modulo 2 ** 64; sums of the parts of a buffer add up to its own.
+
+    Args:
+        data: The bytes.
+        offset: Where they begin in a buffer whose words are counted from its first byte.
+    """
+    # Only where it is used: the agent starts without it.
+    import numpy as np
+
+    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+    head = min(-offset % WORD_BYTES, len(view))
+    total = int.from_bytes(bytes(offset % WORD_BYTES) + bytes(view[:head]), "little")
+    body = view[head:]
+    whole = len(body) // WORD_BYTES * WORD_BYTES
+    for begin in range(0, whole, PART_BYTES):
+        words = np.frombuffer(body[begin : min(begin + PART_BYTES, whole)], "<u8")
+        total += int(np.add.reduce(words, dtype=np.uint64))
+    return (total + int.from_bytes(body[whole:], "little")) % _MODULUS
+
+
+def added(sums: list[int]) -> int:
+    """Return the sum of sums, modulo 2 ** 64."""
+    return sum(sums) % _MODULUS

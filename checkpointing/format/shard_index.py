@@ -113,7 +113,7 @@ class Piece:
         """Put some of its bytes where they belong.
 
         Args:
-            start: Which: the number of the first, counted from its first byte.
+            start: Number of the first of them, counted from the piece's first byte.
             data: The bytes.
             target: The file, or a part of it; what is outside is left out.
             base: Place in the file of the first byte of `target`.
@@ -125,11 +125,7 @@ class Piece:
                 target[place + first : place + last] = data[position + first : position + last]
 
     def places(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield where some of its bytes belong.
-
-        Args:
-            start: Which: the number of the first, counted from its first byte.
-            nbytes: Their number.
+        """Yield where `nbytes` of its bytes from number `start` on belong.
 
         Yields:
             For each run: its place in the file, that among these bytes, and its size in bytes.
@@ -147,12 +143,7 @@ class Piece:
 
     @classmethod
     def from_list(cls, value: Any) -> Piece:
-        """Parse a piece.
-
-        Raises:
-            ValueError: It is none.
-            TypeError: The same.
-        """
+        """Parse a piece; raises ValueError or TypeError where it is none."""
         offset, length, levels, shard, at = value
         piece = cls(offset, length, tuple((count, stride) for count, stride in levels), shard, at)
         numbers = [offset, length, shard, at, *itertools.chain.from_iterable(piece.levels)]
@@ -187,11 +178,7 @@ class SpreadFile:
         object.__setattr__(self, "_by_place", places)
 
     def check(self) -> None:
-        """Check that the pieces can be all of the file.
-
-        Raises:
-            ValueError: They are more or fewer bytes, or one is outside.
-        """
+        """Check that the pieces can be all of the file; raises ValueError where they cannot."""
         total = sum(piece.nbytes for piece in self._sorted)
         if total != self.nbytes or (self._ends and self._ends[-1] > self.nbytes):
             raise ValueError(f"its pieces have {total} bytes, or reach behind its end at {self.nbytes}")
@@ -212,11 +199,7 @@ class SpreadFile:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Which files are spread over shards, and how.
-
-    Attributes:
-        files: By name.
-    """
+    """Which files are spread over shards, by name, and how."""
 
     files: Mapping[str, SpreadFile]
 
@@ -257,11 +240,8 @@ class ShardIndex:
     def check_places(self, sizes: Mapping[int, int]) -> None:
         """Check that every piece is inside its shard, so that nothing in the index asks for more than there is.
 
-        Args:
-            sizes: Of the shards in bytes, by rank.
-
         Raises:
-            ValueError: One is not.
+            ValueError: One is not; `sizes` are those of the shards in bytes, by rank.
         """
         for file in self.files.values():
             for piece in (*file.common, *file.pieces):

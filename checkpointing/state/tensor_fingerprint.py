@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from checkpointing.files.file_images import Extent
-from checkpointing.format.word_sum import WORD_BYTES, added, word_sum
+from checkpointing.format.digest import WORD_BYTES, added, word_sum
 
 K = TypeVar("K")
 # Bytes that are summed and looked at while they are in the cache.

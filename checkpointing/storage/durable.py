@@ -49,16 +49,13 @@ def _fsync(path: Path, flags: int) -> None:
 
 
 def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[], object] = lambda: None) -> None:
-    """Replace a small file durably; a crash leaves the old contents or the new ones.
+    """Replace a small file durably; a crash, or a disk that refuses (OSError), leaves the old contents or the new ones.
 
     Args:
         path: The file.
         data: Its new contents.
         temporary: Another name in the same directory that no other writer uses.
         written: Called when the new contents are durable under that name.
-
-    Raises:
-        OSError: The disk refused; the old contents are still there.
     """
     try:
         _write_small(temporary, data)
@@ -73,12 +70,8 @@ def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[],
 def create_file(path: Path, data: bytes, temporary: Path) -> bool:
     """Create a small file durably, whole or not at all, unless there is one of that name.
 
-    The name is given by link(2), which of several writers exactly one can do, also over NFS.
-
-    Args:
-        path: The file.
-        data: Its contents.
-        temporary: Another name in the same directory that no other writer uses.
+    The name is given by link(2), which of several writers exactly one can do, also over NFS. `temporary` is another
+    name in the same directory that no other writer uses.
 
     Returns:
         Whether the file has these contents now.

@@ -53,14 +53,9 @@ class Fence:
 
     def to_json(self) -> bytes:
         """Return the fence as JSON."""
-        return json.dumps(
-            {
-                "attempt": self.attempt,
-                "accepted": sorted(self.accepted),
-                "writer": self.writer,
-                "oldest": self.oldest,
-            }
-        ).encode()
+        accepted = sorted(self.accepted)
+        body = {"attempt": self.attempt, "accepted": accepted, "writer": self.writer, "oldest": self.oldest}
+        return json.dumps(body).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Fence:
@@ -93,15 +88,10 @@ class Claim:
         self.writer = ""
 
     def opened(self, fence: Fence, attempt: int, held: Iterable[tuple[int, int]]) -> Fence:
-        """Claim an attempt, and return the fence of its first step.
+        """Claim an attempt, and return the fence of its first step, given the location's.
 
-        Args:
-            fence: The location's fence.
-            attempt: The attempt to begin.
-            held: Step and attempt of what this process has yet to publish of older attempts.
-
-        Returns:
-            The fence to write; `fence` itself where an earlier try has written it, and its answer was lost.
+        That is `fence` itself where an earlier try has written it, and its answer was lost. `held` are step and attempt
+        of what this process has yet to publish of older attempts.
 
         Raises:
             Fenced: This attempt or a newer one has begun already.
@@ -122,11 +112,6 @@ class Claim:
         """Check that a checkpoint of this step and attempt will count.
 
         Where the location does not decide between two that begin the same attempt, the fence's last writer holds it.
-
-        Args:
-            fence: The location's fence.
-            step: Step of the checkpoint.
-            attempt: Attempt that it belongs to.
 
         Raises:
             Fenced: It will not count, or that is not known.

@@ -66,8 +66,7 @@ class FilesystemStore:
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
         """Write a file at once."""
 
-        def work() -> bool:
-            fs, root = self._place
+        def work(fs: Any, root: str) -> bool:
             if if_absent and fs.exists(root + key):
                 return False
             fs.pipe_file(root + key, data)
@@ -79,8 +78,7 @@ class FilesystemStore:
         """Write a file chunk by chunk."""
         given = list(pieces) if isinstance(pieces, Sequence) else pieces
 
-        def work() -> int:
-            fs, root = self._place
+        def work(fs: Any, root: str) -> int:
             written = 0
             with fs.open(root + key, "wb", block_size=max(_CHUNK_BYTES, -(-expected // _MAX_CHUNKS))) as file:
                 for piece in given:
@@ -97,8 +95,7 @@ class FilesystemStore:
     def get(self, key: str) -> bytes | None:
         """Read a file."""
 
-        def work() -> bytes | None:
-            fs, root = self._place
+        def work(fs: Any, root: str) -> bytes | None:
             try:
                 return bytes(fs.cat_file(root + key))
             except FileNotFoundError:
@@ -110,8 +107,7 @@ class FilesystemStore:
         """Read a range of a file."""
         expected = len(target)
 
-        def work() -> bytes:
-            fs, root = self._place
+        def work(fs: Any, root: str) -> bytes:
             try:
                 data = fs.cat_file(root + key, start=start, end=start + expected)
             except FileNotFoundError:
@@ -127,8 +123,7 @@ class FilesystemStore:
     def sizes(self, folder: str = "") -> dict[str, int]:
         """List files."""
 
-        def work() -> dict[str, int]:
-            fs, root = self._place
+        def work(fs: Any, root: str) -> dict[str, int]:
             # Other machines write here, so nothing may come from a cache.
             fs.invalidate_cache()
             try:
@@ -143,8 +138,7 @@ class FilesystemStore:
     def delete(self, keys: Sequence[str]) -> None:
         """Remove files one by one."""
 
-        def work() -> None:
-            fs, root = self._place
+        def work(fs: Any, root: str) -> None:
             for key in keys:
                 try:
                     fs.rm_file(root + key)
@@ -157,9 +151,9 @@ class FilesystemStore:
         """Do nothing: fsspec does not list unfinished uploads."""
         return 0
 
-    def _call(self, what: str, work: Callable[[], T], nbytes: int = 0) -> T:
+    def _call(self, what: str, work: Callable[[Any, str], T], nbytes: int = 0) -> T:
         """Run a call in a thread that is abandoned if it does not return: some back ends have no time-outs at all."""
-        outcome = in_background(work, "storage-call")
+        outcome = in_background(lambda: work(*self._place), "storage-call")
         deadline_s = _DEADLINE_S + nbytes / _MIN_BYTES_PER_S
         if not wait([outcome], deadline_s).done:
             raise StorageTimeout(f"{what} at {self.location}: no answer for {deadline_s:.0f} s")

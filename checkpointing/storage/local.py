@@ -118,11 +118,11 @@ class LocalStorage(Storage):
 
     def keeps(self, manifest: Manifest) -> bool:
         """Return whether this very checkpoint is here, and make its name durable."""
-        if not super().keeps(manifest):
-            return False
-        # The earlier try may have failed at this.
-        fsync_directory(self.root)
-        return True
+        is_kept = super().keeps(manifest)
+        if is_kept:
+            # The earlier try may have failed at this.
+            fsync_directory(self.root)
+        return is_kept
 
     def refresh(self, step: int) -> None:
         """Drop the checkpoint's files from the page cache."""

@@ -142,18 +142,15 @@ class S3Client:
         borrows: bool = False,
         **arguments: Any,
     ) -> Any:
-        """Make one call, again while that may help.
+        """Make one call, again while that may help, and return the answer.
 
         Args:
             name: Name of the operation, as boto3 has it.
             key: Of the object; None where the call is about the bucket.
             nbytes: Bytes that it moves, for which its deadline is later.
-            consume: Takes the answer, within the same try.
+            consume: Takes the answer, within the same try; what it returns is returned in its place.
             borrows: It works on the caller's memory, so it must be over when this returns, and keeps the time itself.
             **arguments: Of the operation.
-
-        Returns:
-            The answer, or what `consume` made of it.
 
         Raises:
             StorageError: S3 refused.

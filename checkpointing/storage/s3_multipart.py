@@ -194,10 +194,7 @@ def _parts_of(pieces: Iterable[memoryview], sent: _Sent, nbytes: int | None) -> 
 def cut(pieces: Iterable[memoryview], part_bytes: int, *, stays: bool) -> Iterator[memoryview]:
     """Yield parts of `part_bytes` bytes, but for the last; without a copy where a part is within one piece.
 
-    Args:
-        pieces: The bytes, in order.
-        part_bytes: Size of a part.
-        stays: Whether a piece still exists when the next one is asked for.
+    `stays` says whether a piece still exists when the next one is asked for.
     """
     pending: bytearray | memoryview = memoryview(b"")
     for piece in pieces:

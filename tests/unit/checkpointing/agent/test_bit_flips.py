@@ -16,9 +16,8 @@ from checkpointing.commit.catalog import verify
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.format.digest import digest_buffer
+from checkpointing.format.digest import added, digest_buffer, word_sum
 from checkpointing.format.manifest import SnapshotInfo
-from checkpointing.format.word_sum import added, word_sum
 from checkpointing.storage.object_storage import ObjectStorage
 
 # When the bit flips: as it is copied, when it has been digested, at a write, or later.

@@ -20,8 +20,8 @@ from checkpointing.files.file_images import (
     shares,
 )
 from checkpointing.files.shard_layout import LocalWriters, ShardLayout
+from checkpointing.format.digest import word_sum
 from checkpointing.format.shard_index import ShardIndex, ShardParts
-from checkpointing.format.word_sum import word_sum
 from checkpointing.process.device import HostDevice
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.tensor_fingerprint import SourceSum

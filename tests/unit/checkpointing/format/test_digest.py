@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +16,14 @@ from checkpointing.format.digest import (
     ALGORITHM,
     PLAIN,
     RunningDigest,
+    added,
     algorithm_of,
     digest_buffer,
     digest_file,
     digest_of_parts,
     num_parts,
     part_digests,
+    word_sum,
 )
 from checkpointing.resume.verified_read import DigestShares, altered_file, altered_files
 
@@ -96,3 +100,26 @@ def test_each_node_is_judged_by_its_own_ranks() -> None:
         one.add("f", digest_buffer(data), memoryview(damaged if number == 3 else data))
     ((rank, what),) = altered_files(shares)
     assert rank == 3 and what.startswith("f was altered")
+
+
+DATA = random.Random(1).randbytes(1003)
+
+
+@pytest.mark.parametrize("cuts", [(), (8,), (5,), (1, 2, 3), (8, 9, 500, 501), (999, 1000)])
+def test_parts_add_up_to_the_whole(cuts: tuple[int, ...]) -> None:
+    places = [0, *cuts, len(DATA)]
+    parts = [word_sum(DATA[begin:end], begin) for begin, end in itertools.pairwise(places)]
+    assert added(parts) == word_sum(DATA)
+
+
+def test_any_bit_that_flips_changes_it() -> None:
+    for position in range(0, len(DATA), 7):
+        for bit in range(8):
+            other = bytearray(DATA)
+            other[position] ^= 1 << bit
+            assert word_sum(bytes(other)) != word_sum(DATA)
+
+
+def test_nothing_is_zero_and_carries_wrap() -> None:
+    assert word_sum(b"") == 0 == word_sum(b"\0" * 9)
+    assert word_sum(b"\xff" * 16) == (1 << 64) - 2

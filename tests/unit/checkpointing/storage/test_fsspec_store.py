@@ -33,12 +33,12 @@ def test_a_back_end_that_does_not_answer_is_left_behind(
     release = threading.Event()
     monkeypatch.setattr(fsspec_store, "_DEADLINE_S", 0.01)
     with pytest.raises(StorageTimeout, match=r"list at memory://.*: no answer for 0 s"):
-        store._call("list", lambda: release.wait(60))
+        store._call("list", lambda fs, root: release.wait(60))
     release.set()
 
 
 def test_whatever_a_back_end_raises_is_an_error_of_storage(store: FilesystemStore) -> None:
-    def broken() -> None:
+    def broken(fs: object, root: str) -> None:
         raise KeyError("token")
 
     with pytest.raises(StorageError, match=r"list at memory://.*: 'token'"):
@@ -67,7 +67,7 @@ class Answer(Exception):
 def test_a_server_that_is_away_is_told_from_one_that_refuses(
     error: Exception, is_away: bool, store: FilesystemStore
 ) -> None:
-    def broken() -> None:
+    def broken(fs: object, root: str) -> None:
         raise error
 
     with pytest.raises(StorageError) as caught:
