@@ -168,21 +168,13 @@ class LoadedCheckpoint:
             return filled(skeleton, buffer, storage_records(io.BufferedReader(MemoryFile(buffer))))
 
     def own_object(self, name: str) -> Any:
-        """Return the object in a `torch.save` file, with tensors that are always the reader's own; call this once.
-
-        Raises:
-            InvalidCheckpoint: There is no such file, or it cannot be parsed.
-        """
+        """Return `torch_object`, with tensors that are always the reader's own; call this once."""
         found = self.torch_object(name)
         # Tensors that share memory share that of the copy.
         return found if self.private else copy.deepcopy(found)
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the object in a JSON file.
-
-        Raises:
-            InvalidCheckpoint: There is no such file, or it cannot be parsed.
-        """
+        """Return the object in a JSON file; raises as `torch_object` does."""
         data = bytes(self._data(name))
         with self.reading(name):
             found = json.loads(data)

@@ -41,12 +41,8 @@ _FORMAT_KEY, _FORMAT = "format", "pt"
 def safetensors_image(name: str, state: Mapping[str, torch.Tensor], differing: Set[str] = frozenset()) -> FileImage:
     """Return the image of a state dict's safetensors file.
 
-    Tied weights are written once; the metadata maps each alias to its owner.
-
-    Args:
-        name: File name inside the checkpoint.
-        state: Tensors by name.
-        differing: Names of tensors that are not equal on all ranks.
+    Tied weights are written once; the metadata maps each alias to its owner. `differing` are the names of tensors that
+    are not equal on all ranks.
 
     Raises:
         CheckpointError: A tensor's type has no safetensors equivalent.

@@ -26,19 +26,12 @@ _Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Holding:
-    """Bytes of a file that a rank holds.
-
-    Attributes:
-        name: The file.
-        piece: Which bytes; without a place in a shard.
-        content: The bytes, or where they are.
-        is_common: Every reader needs them.
-    """
+    """Bytes of a file that a rank holds."""
 
     name: str
-    piece: Piece
+    piece: Piece  # without a place in a shard
     content: bytes | Extent
-    is_common: bool
+    is_common: bool  # every reader needs them
 
 
 class ShardLayout:
@@ -64,8 +57,7 @@ class ShardLayout:
     def lay_out(self, images: Sequence[FileImage]) -> tuple[list[FileImage], bytes, ShardedSave]:
         """Pack this rank's share.
 
-        Args:
-            images: The files, with what this rank holds of them. What is equal on all ranks is rank 0's to write.
+        What is equal on all ranks is rank 0's to write.
 
         Returns:
             The shards of this node, those of other ranks without contents; the index of all shards, on the first rank

@@ -159,11 +159,7 @@ def has_sharded(model: torch.nn.Module) -> bool:
 
 
 def part_of(tensor: Any, local_world_size: int = sys.maxsize) -> Part:
-    """Return this rank's part of a sharded tensor.
-
-    Args:
-        tensor: The sharded tensor.
-        local_world_size: Number of ranks on each node; by default all are on one.
+    """Return this rank's part of a sharded tensor; by default all ranks are on one node.
 
     Raises:
         CheckpointError: The tensor is a partial sum, or is not distributed as its placements say.
@@ -189,11 +185,7 @@ def part_of(tensor: Any, local_world_size: int = sys.maxsize) -> Part:
 def _held(
     mesh: Any, shape: tuple[int, ...], placements: tuple[Any, ...], local_world_size: int
 ) -> tuple[Region, bool, str]:
-    """Return what this rank holds of a tensor, whether it copies that, and how it is distributed.
-
-    Raises:
-        CheckpointError: It does not belong to the mesh, or the tensor is a partial sum.
-    """
+    """Return what this rank holds of a tensor, whether it copies that, and how it is distributed."""
     cuts, coordinate = cuts_of(placements), mesh.get_coordinate()
     if coordinate is None:
         raise CheckpointError(f"a tensor is distributed over {mesh}, to which this rank does not belong")
@@ -204,11 +196,7 @@ def _held(
 
 
 def cuts_of(placements: Iterable[Any]) -> Placements:
-    """Return how each dimension of a mesh cuts a `DTensor` of these placements.
-
-    Raises:
-        CheckpointError: The tensor is a partial sum.
-    """
+    """Return how each dimension of a mesh cuts a `DTensor` of these placements; CheckpointError for a partial sum."""
     found: list[Cut | None] = []
     for placement in placements:
         if placement.is_replicate():
@@ -226,32 +214,26 @@ def stand_ins(obj: Any, parts: Parts, local_world_size: int = sys.maxsize) -> An
     """Return the same dicts, lists and tuples with a stand-in for every sharded tensor.
 
     A stand-in has the size of the whole tensor, but no contents, and no memory is touched for it. Shared tensors stay
-    shared.
-
-    Args:
-        obj: Nested dicts, lists and tuples.
-        parts: Receives this rank's part for every stand-in.
-        local_world_size: Number of ranks on each node.
+    shared. `parts` receives this rank's part for every stand-in.
     """
-    return _stand_ins(obj, parts, {}, local_world_size)
+    made: dict[int, torch.Tensor] = {}
 
+    def replaced(obj: Any) -> Any:
+        if is_sharded(obj):
+            if id(obj) not in made:
+                shape = shape_of(obj)
+                # Not `torch.empty`, which fills memory under deterministic algorithms.
+                memory = torch.UntypedStorage(math.prod(shape) * obj.dtype.itemsize)
+                whole = made[id(obj)] = torch.empty(0, dtype=obj.dtype).set_(memory).view(shape)
+                parts[whole.untyped_storage()._cdata] = part_of(obj, local_world_size)
+            return made[id(obj)]
+        if isinstance(obj, Mapping):
+            return {key: replaced(value) for key, value in obj.items()}
+        if isinstance(obj, list):
+            return [replaced(value) for value in obj]
+        return tuple(map(replaced, obj)) if type(obj) is tuple else obj
 
-def _stand_ins(obj: Any, parts: Parts, made: dict[int, torch.Tensor], local_world_size: int) -> Any:
-    if is_sharded(obj):
-        if id(obj) not in made:
-            shape = shape_of(obj)
-            # Not `torch.empty`, which fills memory under deterministic algorithms.
-            memory = torch.UntypedStorage(math.prod(shape) * obj.dtype.itemsize)
-            whole = made[id(obj)] = torch.empty(0, dtype=obj.dtype).set_(memory).view(shape)
-            parts[whole.untyped_storage()._cdata] = part_of(obj, local_world_size)
-        return made[id(obj)]
-    if isinstance(obj, Mapping):
-        return {key: _stand_ins(value, parts, made, local_world_size) for key, value in obj.items()}
-    if isinstance(obj, list):
-        return [_stand_ins(value, parts, made, local_world_size) for value in obj]
-    if type(obj) is tuple:
-        return tuple(_stand_ins(value, parts, made, local_world_size) for value in obj)
-    return obj
+    return replaced(obj)
 
 
 def is_stand_in(tensor: torch.Tensor, parts: Parts) -> bool:
@@ -347,10 +329,7 @@ def cut_optimizer_state(
 ) -> dict[str, Any]:
     """Return an optimizer's state dict, cut to this rank's parts where the optimizer's parameters are sharded.
 
-    Args:
-        state: The state dict.
-        optimizer: The optimizer that it is for.
-        cut_like: Cuts a tensor like the parameter that it belongs to.
+    `cut_like` cuts a tensor like the parameter that it belongs to.
 
     Raises:
         ValueError: It is of another number of parameters.

@@ -67,14 +67,11 @@ def _portable_tags() -> Iterator[None]:
 
 
 class TorchFileLayout:
-    """Makes images of one `torch.save` file without passing the tensors' bytes through Python.
+    """Makes images of the `torch.save` file of a name without passing the tensors' bytes through Python.
 
     Under `skip_data`, `torch.save` writes a sparse file with everything but the tensors' bytes. Its records `data/0`,
     `data/1`, ... are the storages, in the order in which pickling meets them. Their offsets are looked up once and
     reused while the sizes stay the same.
-
-    Args:
-        name: File name inside the checkpoint.
     """
 
     def __init__(self, name: str) -> None:
@@ -132,11 +129,7 @@ class TorchFileLayout:
         return image
 
     def _find_offsets(self, path: str, sizes: Sequence[int]) -> list[int]:
-        """Return where the bytes of each storage begin.
-
-        Raises:
-            ValueError: The file holds other storages than those that were found in the object.
-        """
+        """Return where the bytes of each storage begin."""
         records = storage_records(path)
         if [nbytes for _, nbytes in records] != list(sizes):
             raise ValueError(
@@ -147,10 +140,7 @@ class TorchFileLayout:
 
 
 def storage_records(file: Any) -> list[tuple[int, int]]:
-    """Return offset and size, in bytes, of every storage in a `torch.save` file, in the order of pickling.
-
-    Args:
-        file: A path, or a binary file object.
+    """Return offset and size, in bytes, of every storage in a `torch.save` file (a path, or open), as pickled.
 
     Raises:
         ValueError: The bytes are in another order than this machine's.
@@ -173,12 +163,7 @@ def plain(obj: Any) -> Any:
 
 
 def filled(skeleton: Any, buffer: memoryview, records: Sequence[tuple[int, int]]) -> Any:
-    """Return the object with its tensors over the file's bytes; shared storages stay shared.
-
-    Args:
-        skeleton: The object, with tensors that have no contents.
-        buffer: The file's bytes.
-        records: Offset and size of each storage's bytes, in the order in which pickling met them.
+    """Return the object with its tensors, which have no contents, over the file's bytes; shared storages stay shared.
 
     Raises:
         ValueError: The records are those of other storages.

@@ -39,15 +39,10 @@ Placements = tuple[Cut | None, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor that is contiguous in every dimension.
+    """A part of a tensor that is contiguous in every dimension: its ranges, by dimension."""
 
-    Attributes:
-        whole: Its range in the whole tensor, by dimension.
-        own: Its range in the holder's own tensor, by dimension.
-    """
-
-    whole: tuple[Range, ...]
-    own: tuple[Range, ...]
+    whole: tuple[Range, ...]  # in the whole tensor
+    own: tuple[Range, ...]  # in the holder's own tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,11 +52,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Region:
-    """All that a rank holds of a tensor.
-
-    Attributes:
-        ranges: For each dimension of the tensor the ranges that it holds, in the order of its own tensor.
-    """
+    """All that a rank holds of a tensor: for each dimension the ranges, in the order of the rank's own tensor."""
 
     ranges: tuple[tuple[Range, ...], ...]
 
@@ -90,12 +81,9 @@ def region(
 
 
 def runs(box: Box, shape: Sequence[int], element_bytes: int) -> Piece:
-    """Compute where a box is in the memory of the whole tensor, which is in C order, in as few runs as possible.
+    """Compute where a box, which is not empty, is in the memory of the whole tensor of a shape, in C order.
 
-    Args:
-        box: The box, which is not empty.
-        shape: Of the whole tensor.
-        element_bytes: Size of an element.
+    There are as few runs as possible.
     """
     sizes = box.shape
     offset, length, distance = 0, element_bytes, element_bytes

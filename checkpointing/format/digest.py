@@ -36,11 +36,7 @@ def chunks(buffer: memoryview, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[memo
 
 
 def algorithm_of(digest: str) -> str:
-    """Return the algorithm that computed a recorded digest.
-
-    Raises:
-        ValueError: This release does not know the algorithm.
-    """
+    """Return the algorithm that computed a recorded digest; raises ValueError where this release does not know it."""
     name = digest.partition(":")[0]
     if name not in (ALGORITHM, PLAIN):
         raise ValueError(f"digest {digest[:60]!r} is of an algorithm that this release does not know")
@@ -122,11 +118,7 @@ def digest_buffer(buffer: memoryview | bytes, algorithm: str = ALGORITHM) -> str
 
 
 def digest_file(path: Path, algorithm: str = ALGORITHM) -> str:
-    """Return the digest of a file's bytes as `algorithm:hex`.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the digest of a file's bytes as `algorithm:hex`; raises OSError where it cannot be read."""
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             return digest_buffer(b"", algorithm)

@@ -12,7 +12,7 @@ import reprlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from checkpointing.errors import InvalidCheckpoint
@@ -111,15 +111,7 @@ class Manifest:
     @property
     def info(self) -> SnapshotInfo:
         """Where in its run the state was taken."""
-        return SnapshotInfo(
-            self.run_id,
-            self.attempt,
-            self.step,
-            self.world_size,
-            self.samples_consumed,
-            dict(self.metrics),
-            self.not_finite,
-        )
+        return SnapshotInfo(**{field.name: getattr(self, field.name) for field in fields(SnapshotInfo)})
 
     @property
     def total_bytes(self) -> int:
@@ -142,14 +134,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
-        """Parse and check a manifest.
-
-        Args:
-            data: What `to_json` returned.
-            where: Names the checkpoint in errors.
-
-        Returns:
-            The manifest.
+        """Parse and check what `to_json` returned; `where` names the checkpoint in errors.
 
         Raises:
             InvalidCheckpoint: It is not JSON, was altered, has another format version, or lacks or mistypes a field.

@@ -154,17 +154,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class SpreadFile:
-    """A file whose bytes are in shards.
-
-    Attributes:
-        nbytes: Its size.
-        common: What every reader needs: headers, and what is not sharded.
-        pieces: All else.
-    """
+    """A file whose bytes are in shards."""
 
     nbytes: int
-    common: tuple[Piece, ...]
-    pieces: tuple[Piece, ...]
+    common: tuple[Piece, ...]  # what every reader needs: headers, and what is not sharded
+    pieces: tuple[Piece, ...]  # all else
     _sorted: list[Piece] = field(init=False, repr=False, compare=False)
     # For each piece in this order, the largest end up to it: what begins later may end earlier.
     _ends: list[int] = field(init=False, repr=False, compare=False)
@@ -217,11 +211,7 @@ class ShardIndex:
 
     @classmethod
     def from_json(cls, data: bytes | memoryview) -> ShardIndex:
-        """Parse an index.
-
-        Raises:
-            ValueError: It is none, or the pieces of a file are not all of it.
-        """
+        """Parse an index; raises ValueError where it is none, or the pieces of a file are not all of it."""
         try:
             files = {}
             for name, entry in json.loads(bytes(data))["files"].items():
@@ -238,11 +228,7 @@ class ShardIndex:
         return cls(files)
 
     def check_places(self, sizes: Mapping[int, int]) -> None:
-        """Check that every piece is inside its shard, so that nothing in the index asks for more than there is.
-
-        Raises:
-            ValueError: One is not; `sizes` are those of the shards in bytes, by rank.
-        """
+        """Check that every piece is inside its shard, of these sizes by rank; raises ValueError where one is not."""
         for file in self.files.values():
             for piece in (*file.common, *file.pieces):
                 if piece.at + piece.nbytes > sizes.get(piece.shard, 0):
@@ -293,17 +279,11 @@ def _aligned(place: int) -> int:
 
 @dataclass(frozen=True)
 class HeldFile:
-    """A file of a checkpoint, or a shard, in a node's memory.
-
-    Attributes:
-        name: Its name inside the checkpoint.
-        data: Its bytes.
-        parts: Returns the digests of its parts, once they are known.
-    """
+    """A file of a checkpoint, or a shard, in a node's memory."""
 
     name: str
     data: memoryview
-    parts: Callable[[], ShardParts]
+    parts: Callable[[], ShardParts]  # returns the digests of its parts, once they are known
 
     def part(self, numbers: range) -> memoryview:
         """Return the bytes of consecutive parts, by number."""
@@ -312,12 +292,7 @@ class HeldFile:
 
 @dataclass(frozen=True)
 class ShardParts:
-    """What is known of a shard that is durable.
-
-    Attributes:
-        nbytes: Its size.
-        digests: Of its parts, in order.
-    """
+    """What is known of a shard that is durable: its size, and the digests of its parts, in order."""
 
     nbytes: int
     digests: tuple[bytes, ...]
@@ -338,11 +313,7 @@ class ShardParts:
 
     @classmethod
     def from_json(cls, data: bytes | memoryview) -> ShardParts:
-        """Parse the digests of a shard.
-
-        Raises:
-            ValueError: They are not the digests of a file of that size.
-        """
+        """Parse the digests of a shard; raises ValueError where they are not those of a file of that size."""
         try:
             document = json.loads(bytes(data))
             nbytes, joined = document["nbytes"], bytes.fromhex(document["parts"])

@@ -74,9 +74,6 @@ class RankSettings:
     def virtual_ranks_of(self, script: int | Literal["auto"] | None) -> int | Literal["auto"] | None:
         """Return the number of virtual ranks of a training: what was asked for where the script says "auto".
 
-        Args:
-            script: The script's choice: a number, "auto", or None for none.
-
         Raises:
             CheckpointError: The run counts on virtual ranks, and the script has none, or another number.
         """
@@ -101,11 +98,7 @@ class RankSettings:
 
     @classmethod
     def from_json(cls, text: str) -> RankSettings:
-        """Parse what `to_json` returned.
-
-        Raises:
-            ValueError: The text is anything else.
-        """
+        """Parse what `to_json` returned; raises ValueError for anything else."""
         try:
             values = json.loads(text)
             if not isinstance(values, dict):
@@ -124,8 +117,7 @@ class RankSettings:
 def rank_settings(environment: Mapping[str, str] = os.environ) -> RankSettings:
     """Return the settings of this process: the supervisor's and, where it says nothing, the user's variables.
 
-    Raises:
-        ValueError: The supervisor's variable cannot be parsed.
+    Raises ValueError where the supervisor's variable cannot be parsed.
     """
     settings = _parse(environment.get(SETTINGS_ENV, ""))
     if not settings.location:

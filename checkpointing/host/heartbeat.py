@@ -49,13 +49,11 @@ class Heartbeat(NamedTuple):
 class CommitReport:
     """The agent's last commit, by which rank 0 decides when the next one is worth its price.
 
-    Attributes:
-        step: what was committed; -1 before the first.
-        duration_s: from the whole snapshot to the durable checkpoint.
-        cpu_s: processor time that writing and digesting took.
+    It took `duration_s` from the whole snapshot to the durable checkpoint, and `cpu_s` of processor time to write and
+    digest.
     """
 
-    step: int = -1
+    step: int = -1  # which means: none yet
     duration_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -114,19 +112,11 @@ class ControlPage:
         self._put(self._REPORT, self._REPORT_OFFSET, value.step, value.duration_s, value.cpu_s)
 
     def write(self, slot: int, beat: Heartbeat) -> None:
-        """Write the heartbeat of a slot.
-
-        Raises:
-            ValueError: There is no such slot.
-        """
+        """Write the heartbeat of a slot; raises ValueError where there is none."""
         self._put(self._SLOT, self._offset(slot), *beat)
 
     def read(self, slot: int) -> Heartbeat:
-        """Return the heartbeat of a slot.
-
-        Raises:
-            ValueError: There is no such slot.
-        """
+        """Return the heartbeat of a slot; raises ValueError where there is none."""
         phase, *fields = self._get(self._SLOT, self._offset(slot))
         return Heartbeat(Phase(phase), *fields)
 

@@ -9,11 +9,7 @@ from pathlib import Path
 
 
 def open_lock(path: Path) -> int:
-    """Return a descriptor of the lock file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Return a descriptor of the lock file; raises OSError where it cannot be written."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 

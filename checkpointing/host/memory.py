@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import platform
 import re
 from collections.abc import Iterable, Iterator
@@ -27,17 +26,7 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def parse_bytes(text: str) -> int:
-    """Parse `8GiB`, `500MB`, `8Gi` (as Kubernetes writes it) or plain bytes.
-
-    Args:
-        text: The size.
-
-    Returns:
-        The number of bytes.
-
-    Raises:
-        ValueError: It is none of these.
-    """
+    """Parse `8GiB`, `500MB`, `8Gi` (as Kubernetes writes it) or plain bytes; raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"memory size {text!r} is not allowed: write bytes, or a number with MB, GB, MiB or GiB")
@@ -120,12 +109,8 @@ def separate_oom_kills() -> None:
     """
     for file in oom_groups():
         # Without O_CREAT, so that nothing is created where a cgroup has been removed.
-        with contextlib.suppress(OSError):
-            fd = os.open(file, os.O_WRONLY)
-            try:
-                os.write(fd, b"0")
-            finally:
-                os.close(fd)
+        with contextlib.suppress(OSError), file.open("r+b", buffering=0) as opened:
+            opened.write(b"0")
 
 
 def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
@@ -140,12 +125,10 @@ def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
         ]
     for mount, *names in _CGROUPS:
         for path in dict.fromkeys(own):
-            folder = mount / path
-            while True:
+            for folder in (mount / path, *(mount / path).parents):
                 yield folder, names[0], names[1], names[2]
-                if folder == mount or mount not in folder.parents:
+                if folder == mount:
                     break
-                folder = folder.parent
 
 
 def _inactive_file(stat: Path) -> int:

@@ -18,17 +18,11 @@ from checkpointing.errors import CheckpointError
 
 @dataclass(frozen=True)
 class PrivateMethod:
-    """A method that is overridden or called.
+    """A method that is overridden or called."""
 
-    Attributes:
-        owner: Its class, as `module:Class`.
-        name: Its name.
-        arguments: Names of all its arguments, in order; without `self`.
-    """
-
-    owner: str
+    owner: str  # module:Class
     name: str
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  # the names of all, in order, without `self`
 
     def problem(self) -> str | None:
         """Return what has changed; None where nothing has."""
@@ -49,14 +43,9 @@ class PrivateMethod:
 
 @dataclass(frozen=True)
 class PrivateAttribute:
-    """An attribute that is read or written: of a class or a module, or one that a method of the class sets or reads.
+    """An attribute that is read or written: of a class or a module, or one that a method of the class sets or reads."""
 
-    Attributes:
-        owner: Its class, as `module:Class`; or a module.
-        name: Its name.
-    """
-
-    owner: str
+    owner: str  # module:Class, or a module
     name: str
 
     def problem(self) -> str | None:
@@ -71,27 +60,16 @@ PrivateName = PrivateMethod | PrivateAttribute
 
 @dataclass(frozen=True)
 class Seam:
-    """What is used of a library.
-
-    Attributes:
-        library: Name of its distribution.
-        oldest: The oldest version with which all of this was tried.
-        newest: The newest one.
-        names: The names.
-        instead: What to do where they have changed, besides installing another version.
-    """
+    """What is used of a library, by the name of its distribution, and with which versions all of it was tried."""
 
     library: str
     oldest: str
     newest: str
     names: tuple[PrivateName, ...]
-    instead: str
+    instead: str  # what to do where they have changed, besides installing another version
 
     def check(self, names: Iterable[PrivateName] | None = None) -> None:
-        """Check that the installed version has the names.
-
-        Args:
-            names: Those that are needed; default: all.
+        """Check that the installed version has these names (default: all).
 
         Raises:
             CheckpointError: It has not, or with other arguments.

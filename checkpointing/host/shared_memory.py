@@ -31,14 +31,7 @@ def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
 
 
 def place_on_pages(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Place parts of some sizes one after the other, each on a page of its own.
-
-    Args:
-        sizes: In bytes.
-
-    Returns:
-        The offset of each part, and the bytes needed.
-    """
+    """Place parts of some sizes one after the other, each on a page; return their offsets, and the bytes needed."""
     offsets, end = [], 0
     for nbytes in sizes:
         offsets.append(end)
@@ -49,16 +42,13 @@ def place_on_pages(sizes: Iterable[int]) -> tuple[list[int], int]:
 def populate_pages(
     address: int, nbytes: int, enough: Callable[[], bool] = lambda: False, *, shared: bool = False
 ) -> bool:
-    """Allocate and map every page before it is used.
+    """Allocate and map every page of memory before it is used; return False if the kernel does not support it.
 
     Args:
         address: Of the memory.
         nbytes: Its size.
         enough: Asked from time to time; once true, the rest of the pages are mapped when they are used.
         shared: Whether it is memory of a memfd whose pages exist.
-
-    Returns:
-        False if the kernel does not support it.
     """
     how = _MADV_POPULATE_READ if shared else _MADV_POPULATE_WRITE
     for start in range(0, nbytes, _POPULATED_AT_ONCE):
@@ -104,11 +94,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> SharedMemory:
-        """Allocate `nbytes`, rounded up to pages.
-
-        Raises:
-            OSError: The memory is not available.
-        """
+        """Allocate `nbytes`, rounded up to pages; raises OSError where they are not available."""
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             size = round_up(nbytes)

@@ -59,11 +59,7 @@ class Fence:
 
     @classmethod
     def from_json(cls, data: bytes) -> Fence:
-        """Parse what `to_json` returned.
-
-        Raises:
-            ValueError: It is something else.
-        """
+        """Parse what `to_json` returned; raises ValueError for anything else."""
         try:
             body = json.loads(data)
             attempt = parse_number(body["attempt"])
@@ -134,11 +130,7 @@ class Claim:
 
 
 def parse_number(value: object) -> int:
-    """Return a step or an attempt that was read from JSON.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Return a step or an attempt that was read from JSON; raises ValueError where it is neither."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{reprlib.repr(value)} is not a step or an attempt")
     return value

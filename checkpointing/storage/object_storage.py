@@ -177,11 +177,7 @@ class ObjectTransaction:
 
 
 class ObjectStorage(Storage):
-    """Checkpoints in an object store; see `Storage`.
-
-    Attributes:
-        store: The object store.
-    """
+    """Checkpoints in an object store; see `Storage`."""
 
     writes_at_once = 2
     # Object stores compare what arrives with the checksum that their client sends.

@@ -194,10 +194,9 @@ class S3Client:
 
 
 def check_is_s3(name: str, answer: dict[str, Any], what: str) -> None:
-    """Check that S3 itself has answered the call `what` of the operation `name`.
+    """Check that S3 itself has answered the call `what` of the operation `name`; StorageTimeout where it has not.
 
-    Raises:
-        StorageTimeout: Something else answered, so it is unknown whether the call took effect; a retry may help.
+    It is then unknown whether the call took effect; a retry may help.
     """
     metadata = answer["ResponseMetadata"]
     proofs, headers = _PROOFS.get(name), metadata["HTTPHeaders"]
@@ -267,11 +266,7 @@ def hanging_up(answer: Any, limit_s: float) -> Iterator[threading.Event]:
 
 
 def within(limit_s: float, call: Callable[[], T], what: str) -> T:
-    """Make a call that takes at most `limit_s` seconds. A socket's timeout starts again with every byte that arrives.
-
-    Raises:
-        StorageTimeout: It is not over; its thread is abandoned.
-    """
+    """Make a call; one that is not over after `limit_s` seconds raises StorageTimeout, and its thread is abandoned."""
     outcome = in_background(call, "s3-call")
     if not wait([outcome], limit_s).done:
         raise StorageTimeout(f"{what}: timed out: no whole answer within {limit_s:.0f} s")
