@@ -57,16 +57,9 @@ OnFault = Callable[[str], None]
 class _Opened:
     """A file in memory, most of which has no contents."""
 
-    memory: mmap.mmap
+    buffer: memoryview
+    address: int
     file: SpreadFile
-
-    @property
-    def buffer(self) -> memoryview:
-        return memoryview(self.memory)
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
 class SpreadFiles:
@@ -144,7 +137,8 @@ class SpreadFiles:
         """
         file = self._index.files[name]
         memory = mmap.mmap(-1, max(file.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-        opened = self._opened[name] = _Opened(memory, file)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        opened = self._opened[name] = _Opened(memoryview(memory), address, file)
         with self._reading():
             for piece in file.common:
                 read_piece(self._readers(piece.shard), piece, (0, piece.nbytes), opened.buffer)

@@ -25,9 +25,9 @@ _POPULATING_THREADS = 4
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
-    """Return the least multiple of `multiple` that is ≥ `nbytes`."""
-    return -(-nbytes // multiple) * multiple
+def round_up(nbytes: int) -> int:
+    """Return the size of the pages that hold so many bytes."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def place_on_pages(sizes: Iterable[int]) -> tuple[list[int], int]:

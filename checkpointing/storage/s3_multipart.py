@@ -110,8 +110,8 @@ class Uploads:
         return num_aborted
 
     def _put(self, key: str, data: memoryview) -> int:
-        arguments: dict[str, Any] = {"Body": body(data), "ChecksumCRC32": crc32(data)}
-        self._client.call("put_object", key, nbytes=len(data), borrows=True, **arguments)
+        checksum = crc32(data)
+        self._client.call("put_object", key, Body=body(data), ChecksumCRC32=checksum, nbytes=len(data), borrows=True)
         self._transferred(len(data))
         return len(data)
 
@@ -129,10 +129,7 @@ class Uploads:
         )
         self._transferred(len(part))
         failpoint("remote.part")
-        entry = {"PartNumber": number, "ETag": answer["ETag"]}
-        if "ChecksumCRC32" in answer:
-            entry["ChecksumCRC32"] = answer["ChecksumCRC32"]
-        return entry
+        return {"PartNumber": number} | {name: answer[name] for name in ("ETag", "ChecksumCRC32") if name in answer}
 
     def complete(self, key: str, upload: str, receipts: Sequence[dict[str, Any]], nbytes: int) -> None:
         """Make an object of `nbytes` bytes of the parts."""
