@@ -258,8 +258,7 @@ def _extents(part: Part) -> Iterator[Extent]:
     for box in part.region.boxes():
         found = runs(box, part.shape, part.tensor.element_size())
         own = bytes_of(part.tensor[slices(box.own)].contiguous().view(-1))
-        counts, strides = (tuple(level[which] for level in found.levels) for which in (0, 1))
-        yield Extent(found.offset, own.view(*counts, found.length), strides, part.tensor)
+        yield Extent(found.offset, own.view(*found.counts, found.length), found.strides, part.tensor)
 
 
 def slices(ranges: Iterable[Range]) -> tuple[slice, ...]:

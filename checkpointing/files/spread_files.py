@@ -182,7 +182,8 @@ class SpreadFiles:
         self._opened.clear()
 
     def _read_box(self, opened: _Opened, whole: torch.Tensor, box: Box, own: torch.Tensor) -> None:
-        found = runs(box, whole.shape, whole.element_size())
+        size = whole.element_size()
+        found = runs(box, whole.shape, size)
         wanted = replace(found, offset=whole.data_ptr() - opened.address + found.offset)
         place = sharding.slices(box.own)
         exact, block = opened.file.exactly(wanted), own[place]
@@ -198,7 +199,8 @@ class SpreadFiles:
             # In memory of its own: another name of the same tensor may be in use in the file's.
             around = torch.empty(wanted.end - wanted.offset, dtype=torch.uint8)
             read_range(opened.file, self._readers, wanted.offset, around.numpy().data)
-            rows = around.view(whole.dtype).as_strided(*_in_elements(wanted, whole.element_size()))
+            shape = [*wanted.counts, wanted.length // size]
+            rows = around.view(whole.dtype).as_strided(shape, [*(stride // size for stride in wanted.strides), 1])
             packed.copy_(rows.reshape(box.shape))
         if packed is not block:
             own[place] = packed
@@ -212,12 +214,6 @@ class SpreadFiles:
             raise InvalidCheckpoint(self._label, str(error)) from None
         except OSError as error:
             raise fault(self._label, "a shard", error) from None
-
-
-def _in_elements(piece: Piece, element_bytes: int) -> tuple[list[int], list[int]]:
-    """Return shape and strides of the runs of a piece."""
-    shape = [*(count for count, _ in piece.levels), piece.length // element_bytes]
-    return shape, [*(stride // element_bytes for _, stride in piece.levels), 1]
 
 
 def _new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

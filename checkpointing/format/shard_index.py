@@ -77,9 +77,19 @@ class Piece:
     at: int = 0
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of runs, by level."""
+        return tuple(count for count, _ in self.levels)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Distance between the begins of two runs, by level."""
+        return tuple(stride for _, stride in self.levels)
+
+    @property
     def num_runs(self) -> int:
         """Number of runs."""
-        return math.prod(count for count, _ in self.levels)
+        return math.prod(self.counts)
 
     @property
     def nbytes(self) -> int:

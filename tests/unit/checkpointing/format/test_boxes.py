@@ -74,9 +74,8 @@ def test_runs_are_the_elements_of_a_box_in_the_whole_tensors_memory(case: Case) 
     for coordinate in case.coordinates:
         for box in case.region(coordinate).boxes():
             found = runs(box, case.shape, 1)
-            counts, strides = ([level[which] for level in found.levels] for which in (0, 1))
-            assert found.nbytes == math.prod(box.shape) and 1 not in counts
-            view = indices.as_strided((*counts, found.length), (*strides, 1), found.offset)
+            assert found.nbytes == math.prod(box.shape) and 1 not in found.counts
+            view = indices.as_strided((*found.counts, found.length), (*found.strides, 1), found.offset)
             expected = indices.view(case.shape)[tuple(slice(*bounds) for bounds in box.whole)]
             assert torch.equal(view.reshape(-1), expected.reshape(-1))
 
