@@ -12,8 +12,6 @@ from enum import Enum, auto
 
 from checkpointing.commit.replicated_save import ReplicatedSave
 from checkpointing.commit.sharded_save import ShardedSave
-from checkpointing.format.digest import PART_BYTES
-from checkpointing.commit.sharded_save import Begun, ShardedSave
 from checkpointing.format.digest import PART_BYTES, added, word_sum
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import ShardParts

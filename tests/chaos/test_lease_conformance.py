@@ -9,11 +9,8 @@ import pytest
 from chaos.stores import MemoryObjects
 from helpers.calls import at_once
 
-from checkpointing.storage.object_storage import ObjectSidecars
-from runner.lease.lease import FIRST_NODE_S, Lease, LeaseClaim, LeaseRecord, LeaseWatch, newest_lease
 from checkpointing.storage.sidecars import ObjectSidecars
-from runner.lease.lease import FIRST_NODE_S, Lease, LeaseClaim, LeaseWatch
-from runner.lease.record import LeaseRecord, newest_lease
+from runner.lease.lease import FIRST_NODE_S, Lease, LeaseClaim, LeaseRecord, LeaseWatch, newest_lease
 
 NODES = 3
 

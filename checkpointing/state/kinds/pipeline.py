@@ -19,8 +19,8 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.files.torch_files import torch_bytes
 from checkpointing.files.sharding import Fragment
+from checkpointing.files.torch_files import torch_bytes
 from checkpointing.format.layout import OPTIONS_NAME
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.kinds.state_kind import StateKind

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
+from checkpointing.files.sharding import Fragment, fragment_of
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.kinds.state_kind import StateKind
-from checkpointing.files.sharding import Fragment, fragment_of
 from checkpointing.state.optimizer_memory import check_kind
 from checkpointing.state.param_names import matched_by_name
 from checkpointing.state.weights import fill

@@ -9,8 +9,6 @@ from unit.checkpointing.agent.doubles import Reports, Store
 
 from checkpointing.agent.events import RestartStateFailed
 from checkpointing.agent.tasks import SidecarWriter
-from checkpointing.storage.object_storage import ObjectSidecars
-from checkpointing.agent.sidecar_writer import SidecarWriter
 from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.storage.sidecars import ObjectSidecars
 

@@ -13,10 +13,7 @@ import pytest
 from chaos.stores import MemoryObjects
 from helpers.calls import at_once
 
-from checkpointing.storage.local_sidecars import LocalSidecars
-from checkpointing.storage.object_storage import ObjectSidecars
-from checkpointing.storage.sidecars import Sidecars
-from checkpointing.storage.sidecars import ObjectSidecars
+from checkpointing.storage.sidecars import LocalSidecars, ObjectSidecars, Sidecars
 from runner.lease.lease import (
     EMPTY_HANDED_S,
     FIRST_NODE_S,

@@ -10,9 +10,8 @@ import torch
 
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
-from checkpointing.files.fragments import Fragment
-from checkpointing.state.kinds.zero import ZeroState, is_engine
 from checkpointing.files.sharding import Fragment
+from checkpointing.state.kinds.zero import ZeroState, is_engine
 from checkpointing.state.param_names import matched_to, unnamed
 
 
