@@ -25,11 +25,11 @@ from checkpointing.files.sharding import has_sharded
 from checkpointing.host.environment import rank_settings
 from checkpointing.manager.manager import CheckpointManager, micro_batch_divisor
 from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto
-from checkpointing.transformers.deepspeed import check_deepspeed
 from checkpointing.transformers.exact import AUTO
-from checkpointing.transformers.options import ResilientOptions
 from checkpointing.transformers.seam import check_libraries
+from checkpointing.transformers.train_call import ResilientOptions
 from checkpointing.transformers.trainer import ResilientMixin
+from checkpointing.transformers.wrapped_models import check_deepspeed
 
 __all__ = ["resilient", "load_best"]
 

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import accelerate
 import transformers.trainer
@@ -18,31 +18,20 @@ from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPos
 from checkpointing.errors import CheckpointError
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
-from checkpointing.transformers.data_ranks import DataRanks
+from checkpointing.manager.manager import CheckpointManager
+from checkpointing.transformers.job_shape import (
+    DataRanks,
+    check_same_job,
+    check_samples_per_step,
+    fit_layout,
+    without_labels,
+)
 from checkpointing.transformers.loop_state import JobRecord
-from checkpointing.transformers.same_job import check_same_job, check_samples_per_step, fit_layout
-from checkpointing.transformers.uneven import without_labels
 
 logger = logging.getLogger("checkpointing")
 
 # Seconds that a stream may take for a batch before the step is paused; less than the smallest hang timeout.
 _STREAM_PATIENCE_S = 1.0
-
-
-class Positions(Protocol):
-    """The part of `CheckpointManager` that saves positions and knows of pauses."""
-
-    def follow(self, cursor: LoaderCursor, group_size: int = 1) -> None:
-        """Save the position of a cursor with every checkpoint."""
-
-    def forget_positions(self) -> None:
-        """Follow no loader any more."""
-
-    def positions_in(self, point: LoadedCheckpoint) -> list[Any]:
-        """Return the positions that a checkpoint holds."""
-
-    def pause(self) -> None:
-        """Report that what runs now is not a step."""
 
 
 class TrainingData:
@@ -56,7 +45,7 @@ class TrainingData:
 
     def __init__(
         self,
-        manager: Positions,
+        manager: CheckpointManager,
         args: Any,
         *,
         layout: StepLayout,
@@ -69,7 +58,7 @@ class TrainingData:
 
         Args:
             manager: Saves the position.
-            args: The trainer's `TrainingArguments`; changed where the number of ranks has changed.
+            args: The trainer's `TrainingArguments`.
             layout: How steps are divided if the run begins now.
             ranks: How the ranks share samples.
             beginning: State of a seekable stream at the beginning of an epoch; None for other data.
@@ -112,13 +101,7 @@ class TrainingData:
         self._dealing, self.layout = dealing, replace(self.layout, world_size=dealing.virtual_ranks)
 
     def fit(self, batch_size: int) -> StepLayout | None:
-        """Divide the samples of a step among the ranks that there are.
-
-        Args:
-            batch_size: Samples per micro-batch and rank, as configured.
-
-        Returns:
-            The layout; None to keep the configured one.
+        """Divide the samples of a step among the ranks that there are; None keeps the configured layout.
 
         Raises:
             CheckpointError: A run whose number of ranks changes by itself cannot share them equally.
@@ -149,7 +132,7 @@ class TrainingData:
             batch_size: Samples per micro-batch and rank, as configured.
 
         Returns:
-            The layout that gives each step its samples on another number of ranks; None to keep the configured one.
+            See `fit`.
 
         Raises:
             CheckpointError: The checkpoint is of another job, or its data was read in another way.
@@ -171,12 +154,7 @@ class TrainingData:
         self._manager.forget_positions()
 
     def follow(self, loader: Any, batch_size: int, point: LoadedCheckpoint | None) -> Any:
-        """Follow the trainer's own loader; returns it.
-
-        Args:
-            loader: As the trainer makes it; changed in place.
-            batch_size: Samples per micro-batch and rank.
-            point: The checkpoint that is resumed, if any.
+        """Follow the trainer's own loader, which is changed in place; returns it.
 
         Raises:
             CheckpointError: The checkpoint's steps have another number of samples, or the loader's order cannot be
@@ -205,12 +183,6 @@ class TrainingData:
         self, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, point: LoadedCheckpoint | None
     ) -> StreamDataLoader:
         """Make the loader of a seekable stream.
-
-        Args:
-            dataset: The stream.
-            collate: Makes a batch of a list of samples.
-            batch_size: Samples per micro-batch and rank.
-            point: The checkpoint that is resumed, if any.
 
         Raises:
             CheckpointError: The checkpoint's steps have another number of samples, or the stream another order.
@@ -244,11 +216,9 @@ class TrainingData:
 
         Args:
             point: The checkpoint; None if nothing is resumed.
-            by_steps: Epoch and number of batches, as the Trainer derives them from the number of steps.
+            by_steps: What is returned where no position is known: the epoch and the number of its batches to skip, as
+                the Trainer derives them from the number of steps.
             steps_per_epoch: Optimizer steps in one epoch.
-
-        Returns:
-            The epoch and the number of its batches to skip.
 
         Raises:
             InvalidCheckpoint: The position cannot be parsed.

@@ -15,7 +15,6 @@ from checkpointing.errors import CheckpointError
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.self_test import SelfTest, gathered
 from checkpointing.exact.tree import TreeNode, total
-from checkpointing.transformers.data_ranks import DataRanks, tensor_parallel_size
 from checkpointing.transformers.exact_figures import (
     EvaluationFigures,
     Figures,
@@ -26,9 +25,8 @@ from checkpointing.transformers.exact_figures import (
     own,
 )
 from checkpointing.transformers.further_states import generates_ahead
-from checkpointing.transformers.options import ResilientOptions
-from checkpointing.transformers.starting_point import Start
-from checkpointing.transformers.train_call import TrainCall
+from checkpointing.transformers.job_shape import DataRanks, tensor_parallel_size
+from checkpointing.transformers.train_call import ResilientOptions, Start, TrainCall
 
 # As many virtual ranks as there were ranks when the run began.
 AUTO = -1

@@ -1,18 +1,31 @@
-"""What TRL's trainers and the callbacks keep besides the model, as objects with `state_dict` and `load_state_dict`."""
+"""What training changes besides the model: what TRL's trainers and callbacks keep, and what no checkpoint holds."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
+import torch
 from transformers.trainer_callback import ExportableState, TrainerControl
+
+from checkpointing.state.tensor_fingerprint import fingerprint
+from checkpointing.state.train_state import hook_states
 
 # TRL's online trainers count by these in what they have generated, and add these up between two log entries.
 _STEPS = ("_step", "_buffer_step")
 _FIGURES = ("_loss_total", "_step_equiv", "_step_eq", "matched_sum")
 # Of the names under which callbacks' states are saved.
 CALLBACK_PREFIX = "callback_"
+# Of these packages' callbacks only tensors are compared: numbers count time, progress and the like.
+_KNOWN_PACKAGES = ("transformers.", "trl.", "checkpointing.", "runner.", "accelerate.", "sentence_transformers.")
+# Number of a module's tensors that are compared: reading all of a large frozen one would take seconds.
+_TENSORS_OF_A_MODULE = 16
+_SIMPLE = (bool, int, float, str)
+
+
+# -- objects with `state_dict` and `load_state_dict` -----------------------------------------------------------------
 
 
 def further_states(trainer: Any) -> dict[str, Any]:
@@ -42,10 +55,9 @@ def generates_ahead(trainer: Any) -> bool:
 
 
 class Attributes:
-    """Attributes of an object as an object with a state; each rank may have its own."""
+    """Attributes of an object, chosen by name, as an object with a state; each rank may have its own."""
 
     def __init__(self, owner: Any, is_wanted: Callable[[str], bool]) -> None:
-        """Choose attributes of `owner` by name."""
         self._owner, self._is_wanted = owner, is_wanted
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,6 +72,9 @@ class Attributes:
         vars(self._owner).update(state)
 
 
+# -- transformers' `ExportableState` callbacks -----------------------------------------------------------------------
+
+
 def export_states(callbacks: Iterable[Any]) -> dict[str, Any]:
     """Return the callbacks' states by class name; those of several callbacks of one class as a list."""
     states: dict[str, list[Any]] = {}
@@ -70,11 +85,9 @@ def export_states(callbacks: Iterable[Any]) -> dict[str, Any]:
 
 
 def restore_states(callbacks: Iterable[Any], saved: Mapping[str, Any]) -> None:
-    """Restore callbacks in place, as the script may hold them.
+    """Restore callbacks in place, as the script may hold them; `saved` is what `export_states` returned.
 
-    Args:
-        callbacks: The trainer's.
-        saved: What `export_states` returned. `TrainerControl` is left out: it belongs to the loop.
+    `TrainerControl` is left out: it belongs to the loop.
 
     Raises:
         Exception: Of any kind, if `saved` is something else.
@@ -89,10 +102,100 @@ def restore_states(callbacks: Iterable[Any], saved: Mapping[str, Any]) -> None:
 
 
 def stops_epoch(saved: Mapping[str, Any]) -> bool:
-    """Return whether a callback had asked to end the epoch at the saved step.
-
-    Args:
-        saved: What `export_states` returned.
-    """
+    """Return whether a callback had asked to end the epoch at the step of which `export_states` returned this."""
     control = saved.get(TrainerControl.__name__)
     return isinstance(control, Mapping) and bool(control.get("args", {}).get("should_epoch_stop"))
+
+
+# -- what no checkpoint holds ----------------------------------------------------------------------------------------
+
+
+def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
+    """Return digests of what could change without being saved, by name, to compare with those taken later.
+
+    These are of attributes of the trainer and its callbacks: modules, tensors, generators, and of a script's own
+    callbacks also numbers, strings and small containers of those. This finds the common cases, not all of them.
+
+    Args:
+        trainer: A Hugging Face trainer.
+        covered: `id` of each object that is saved.
+    """
+    found: dict[str, str] = {}
+    saved = set(covered) | {id(trainer.model), id(trainer.model_wrapped)}
+    for callback in trainer.callback_handler.callbacks:
+        kind = type(callback)
+        if isinstance(callback, ExportableState) or id(callback) in saved:
+            continue
+        own = not (kind.__module__ + ".").startswith(_KNOWN_PACKAGES)
+        for name, value in vars(callback).items():
+            if id(value) not in saved and (own or _holds_tensors(value)):
+                _add(found, f"{kind.__name__}.{name}", value, simple=True)
+    for name, value in vars(trainer).items():
+        # Private attributes are those of the Trainer's loop, and what matters of them is saved.
+        if id(value) not in saved and not name.startswith("_"):
+            _add(found, f"{type(trainer).__name__.removeprefix('Resilient')}.{name}", value, simple=False)
+    for number, state in enumerate(hook_states(trainer.model_wrapped)):
+        for name, value in vars(state).items():
+            _add(found, f"communication hook {number} ({type(state).__name__}).{name}", value, simple=True)
+    return found
+
+
+def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return the names of what differs, sorted."""
+    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(part, torch.Tensor) for part in value)
+    return isinstance(value, (torch.nn.Module, torch.Tensor, torch.Generator))
+
+
+def _add(found: dict[str, str], name: str, value: Any, *, simple: bool) -> None:
+    digest = hashlib.blake2b(digest_size=8)
+    if isinstance(value, torch.nn.Module):
+        state = [tensor for tensor in value.state_dict().values() if isinstance(tensor, torch.Tensor)]
+        half = _TENSORS_OF_A_MODULE // 2
+        _add_tensors(digest, state if len(state) <= 2 * half else [*state[:half], *state[-half:]])
+    elif isinstance(value, torch.Tensor):
+        _add_tensors(digest, [value])
+    elif isinstance(value, torch.Generator):
+        _add_tensors(digest, [value.get_state()])
+    elif simple and isinstance(value, (*_SIMPLE, list, tuple, dict, set)):
+        if not _add_simple(digest, value):
+            return
+    else:
+        return
+    found[name] = digest.hexdigest()
+
+
+def _add_tensors(digest: Any, tensors: list[torch.Tensor]) -> None:
+    flat = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel())
+    digest.update(repr(fingerprint(flat).tolist()).encode())
+
+
+def _add_simple(digest: Any, value: Any) -> bool:
+    """Add a value to a digest; returns False if it contains something that is not compared."""
+    for part in _flat(value):
+        if isinstance(part, torch.Tensor):
+            _add_tensors(digest, [part])
+        elif isinstance(part, (*_SIMPLE, type(None))):
+            digest.update(repr(part).encode() + b",")
+        else:
+            return False
+    return True
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield key
+            yield from _flat(part)
+    elif isinstance(value, (list, tuple, set)):
+        yield len(value)
+        for part in value:
+            yield from _flat(part)
+    else:
+        yield value

@@ -1,24 +1,87 @@
-"""What the Trainer's loop keeps in variables and forgets when it ends: one small JSON file per rank."""
+"""What the Trainer's loop keeps: `trainer_state.json`, and its variables, in one small JSON file per rank."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import TrainerState
 
 from checkpointing.data.dealing import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import loop_state_name
 from checkpointing.transformers.guards import whole
-from checkpointing.transformers.trainer_state import is_number
 
+TRAINER_STATE_NAME = "trainer_state.json"
 # How a run's steps were divided when it began, which is equally.
 _LAYOUT = ("world_size", "batch_size", "accumulation")
+
+
+# -- trainer_state.json ----------------------------------------------------------------------------------------------
+
+
+def checked_directory(point: LoadedCheckpoint) -> str:
+    """Check what the Trainer reads without checks; return the directory to read it from.
+
+    Raises:
+        InvalidCheckpoint: `trainer_state.json` is missing or cannot be parsed.
+    """
+    state = point.json(TRAINER_STATE_NAME)
+    with point.reading(TRAINER_STATE_NAME):
+        read = TrainerState(**state)
+        if not is_number(read.global_step) or read.global_step != point.step:
+            raise ValueError(f"it is of step {read.global_step}")
+        numbers = [read.epoch, read.best_metric, read.total_flos, read.num_input_tokens_seen]
+        if not all(number is None or is_number(number) for number in numbers):
+            raise ValueError("epoch, best_metric, total_flos or num_input_tokens_seen is not a number")
+        if not isinstance(read.best_model_checkpoint, str | None):
+            raise ValueError("best_model_checkpoint is not a path")
+        if not isinstance(read.log_history, list) or not all(isinstance(entry, dict) for entry in read.log_history):
+            raise ValueError("log_history is not a list of objects")
+        if not isinstance(read.stateful_callbacks, dict):
+            raise ValueError("stateful_callbacks is not an object")
+    return str(point.directory)
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is an int or a float that `float` accepts."""
+    if isinstance(value, float):
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def state_bytes(state: TrainerState) -> bytes:
+    """Return `trainer_state.json` as the Trainer writes it."""
+    return (json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n").encode()
+
+
+def state_file(state: TrainerState) -> Callable[[], bytes]:
+    """Copy the present state; return a function that writes it out while training continues."""
+    taken = copy.copy(state)
+    # The Trainer's own file is always that of rank 0; here it is of the first rank of the node that leads.
+    taken.is_local_process_zero = taken.is_world_process_zero = True
+    # The history only grows at its end: a new list of the same entries is enough.
+    taken.log_history = list(state.log_history)
+    taken.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
+    return lambda: state_bytes(taken)
+
+
+def evaluated_metrics(state: TrainerState) -> dict[str, float]:
+    """Return what was evaluated at the present step."""
+    entries = [entry for entry in state.log_history[-3:] if entry.get("step") == state.global_step]
+    values = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+
+
+# -- the loop's variables --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -94,14 +157,12 @@ class LoopState:
 
     Attributes:
         tr_loss: Losses added up since the last log entry; read from the device by `to_bytes`.
-        grad_norm: Of the last step, likewise.
         last_logged: Step of the last log entry.
+        figures: Of the loop; the norm is read from the device by `to_bytes`, too.
         record: Of the job; not filled in by `read`.
-        learning_rate: Of the last step.
         evaluation_due: An evaluation was cut short, and is repeated by the resumed run.
         flos: Floating point operations since the Trainer stored them, which it does at saves only.
         total_loss: Losses added up by the Trainer.
-        loss_since: From which step on.
         recent_losses: By which the next loss is judged; None if losses are not checked.
         metrics: TRL's values since the last log entry, by name; None for trainers without them.
         train_tokens: Tokens that TRL has counted.
@@ -109,26 +170,18 @@ class LoopState:
 
     tr_loss: torch.Tensor | float
     last_logged: int
-    grad_norm: torch.Tensor | float | None = None
+    figures: LoopFigures = field(default_factory=LoopFigures)
     record: JobRecord = JobRecord()
-    learning_rate: float | None = None
     evaluation_due: bool = False
     flos: float = 0
     total_loss: float = 0.0
-    loss_since: int = 0
     recent_losses: Sequence[float] | None = None
     metrics: Mapping[str, list[float]] | None = None
     train_tokens: float = 0
 
     @classmethod
     def capture(cls, trainer: Any, figures: LoopFigures, **fields: Any) -> LoopState:
-        """Take the variables of a trainer's loop.
-
-        Args:
-            trainer: A Hugging Face or TRL trainer.
-            figures: What is counted besides.
-            fields: The other fields.
-        """
+        """Take the variables of a trainer's loop; `fields` are the others."""
         metrics = None
         if hasattr(trainer, "_metrics"):
             metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
@@ -137,11 +190,9 @@ class LoopState:
             tr_loss=trainer._tr_loss.detach().clone(),
             last_logged=trainer._globalstep_last_logged,
             # All ranks together, here: the copying thread must not wait for other ranks' gradients.
-            grad_norm=whole(figures.grad_norm),
-            learning_rate=figures.learning_rate,
+            figures=dataclasses.replace(figures, grad_norm=whole(figures.grad_norm)),
             flos=trainer.current_flos,
             total_loss=trainer._total_loss_scalar,
-            loss_since=figures.loss_since,
             metrics=metrics,
             train_tokens=getattr(trainer, "_total_train_tokens", 0),
             **fields,
@@ -149,19 +200,19 @@ class LoopState:
 
     def to_bytes(self) -> bytes:
         """Return the file's contents; reads from the device."""
-        record = self.record
+        record, figures = self.record, self.figures
         state: dict[str, Any] = {
             "tr_loss": float(self.tr_loss),
-            "grad_norm": float(self.grad_norm) if self.grad_norm is not None else None,
+            "grad_norm": float(figures.grad_norm) if figures.grad_norm is not None else None,
             "last_logged": self.last_logged,
             **({"made_for": dict(zip(_LAYOUT, record.layout.to_list(), strict=True))} if record.layout else {}),
             "job": dict(record.job),
-            "learning_rate": self.learning_rate,
+            "learning_rate": figures.learning_rate,
             "ended": record.ended,
         }
         if self.evaluation_due:
             state["evaluation_due"] = True
-        state |= {"flos": self.flos, "total_loss": self.total_loss, "loss_since": self.loss_since}
+        state |= {"flos": self.flos, "total_loss": self.total_loss, "loss_since": figures.loss_since}
         if record.run_name is not None:
             state["tracked_as"] = record.run_name
         if record.stream is not None:
@@ -176,11 +227,8 @@ class LoopState:
     def read(cls, point: LoadedCheckpoint, rank: int, world_size: int) -> LoopState | None:
         """Read what a checkpoint holds of a rank, or of rank 0 if it holds nothing of this one.
 
-        Args:
-            point: The checkpoint.
-            rank: Number of this rank.
-            world_size: Number of ranks now: the losses that the checkpoint's ranks had added up are divided among them,
-                so that the mean over the ranks stays the same.
+        The losses that the checkpoint's ranks had added up are divided among the ranks that there are now, so that the
+        mean over the ranks stays the same.
 
         Raises:
             InvalidCheckpoint: The file cannot be parsed.
@@ -197,29 +245,26 @@ class LoopState:
                 if state.get("job", {}).get("virtual ranks") is not None
                 else _share_of_losses(point, rank, world_size, own=float(state["tr_loss"])),
                 last_logged=_number(state["last_logged"]),
-                grad_norm=_number_or_none(state.get("grad_norm")),
-                learning_rate=_number_or_none(state.get("learning_rate")),
+                figures=LoopFigures(
+                    _number_or_none(state.get("grad_norm")),
+                    _number_or_none(state.get("learning_rate")),
+                    # Older checkpoints have neither this nor `total_loss`.
+                    _number(state.get("loss_since", point.step)),
+                ),
                 evaluation_due=bool(state.get("evaluation_due")),
                 flos=_number(state.get("flos", 0)),
-                # Older checkpoints have neither of these two.
                 total_loss=float(state.get("total_loss", 0.0)),
-                loss_since=_number(state.get("loss_since", point.step)),
                 recent_losses=[_number(loss) for loss in state.get("recent_losses", [])],
                 metrics={name: _numbers(values) for name, values in metrics.items()} if metrics is not None else None,
                 train_tokens=_number(state["train_tokens"]) if metrics is not None else 0,
             )
 
-    def restore(self, trainer: Any, figures: LoopFigures) -> None:
-        """Put the variables back into a trainer's loop."""
+    def restore(self, trainer: Any) -> None:
+        """Put the variables back into a trainer's loop; the figures are the caller's to continue with."""
         trainer._tr_loss += self.tr_loss
         trainer._total_loss_scalar = self.total_loss
         trainer._globalstep_last_logged = self.last_logged
         trainer.current_flos = self.flos
-        figures.grad_norm, figures.learning_rate, figures.loss_since = (
-            self.grad_norm,
-            self.learning_rate,
-            self.loss_since,
-        )
         if self.metrics is not None and hasattr(trainer, "_metrics"):
             trainer._metrics["train"].update(self.metrics)
             trainer._total_train_tokens = self.train_tokens

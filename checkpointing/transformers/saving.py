@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +19,34 @@ from checkpointing.manager.manager import CheckpointManager
 from checkpointing.process import rng
 from checkpointing.snapshot.request import SmallFile
 from checkpointing.state.adapter import Adapter
-from checkpointing.transformers.commit_notices import CommitNotices
-from checkpointing.transformers.coverage import changed, uncovered
-from checkpointing.transformers.deepspeed import set_batch_shape, tracked_model
-from checkpointing.transformers.evaluation import outside_steps
-from checkpointing.transformers.further_states import export_states, further_states, restore_states
-from checkpointing.transformers.loop_state import JobRecord, LoopState
-from checkpointing.transformers.options import ResilientOptions
-from checkpointing.transformers.overrides import Staging, added_files, overrides_saving
-from checkpointing.transformers.peft import RunningStatistics, save_adapter_config
-from checkpointing.transformers.train_call import TrainCall
-from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, evaluated_metrics, state_file
+from checkpointing.transformers.callback import CommitNotices, outside_steps
+from checkpointing.transformers.further_states import changed, export_states, further_states, restore_states, uncovered
+from checkpointing.transformers.loop_state import (
+    TRAINER_STATE_NAME,
+    JobRecord,
+    LoopState,
+    evaluated_metrics,
+    state_file,
+)
+from checkpointing.transformers.train_call import ResilientOptions, TrainCall
+from checkpointing.transformers.wrapped_models import (
+    RunningStatistics,
+    configuration_files,
+    set_batch_shape,
+    tracked_model,
+)
 
 logger = logging.getLogger("checkpointing")
+
+# Overrides in these packages add nothing that a checkpoint needs: TRL's write a model card.
+_KNOWN_PACKAGES = ("transformers.", "trl.", "checkpointing.")
+_SAVING_METHODS = ("_save_checkpoint", "save_model", "_save")
+# Files that a stock Trainer writes, and that a checkpoint holds already.
+_STOCK_FILES = re.compile(
+    r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)|model\.safetensors\.index\.json|"
+    r"pytorch_model\.bin\.index\.json|optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|rng_state(_\d+)?\.pth|"
+    r"trainer_state\.json|training_args\.bin"
+)
 
 # At run time the mixin stands in front of the trainer's own class; only the type checker needs a base.
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -257,34 +275,52 @@ class SavingMixin(_Base):
             self._manager.restoring.restore_rng(point)
 
 
-def configuration_files(
-    model: Any, processing_class: Any, scratch: Path, *, is_adapter: bool, is_fsdp: bool
-) -> dict[str, bytes]:
-    """Return the files by name.
+# -- a script's overrides of these methods, for the files that they add ----------------------------------------------
 
-    Args:
-        model: The trainer's model.
-        processing_class: Its tokenizer or processor, if any.
-        scratch: Where a temporary folder may be made.
-        is_adapter: Only a PEFT adapter is saved.
-        is_fsdp: FSDP2 has put a class of its own in front of the model's.
+
+def overrides_saving(cls: type) -> bool:
+    """Return whether a class of the script overrides what is saved."""
+    return any(
+        name in vars(base) and not (base.__module__ + ".").startswith(_KNOWN_PACKAGES)
+        for base in cls.__mro__
+        for name in _SAVING_METHODS
+    )
+
+
+def added_files(folder: Path) -> dict[str, bytes]:
+    """Return the files in a folder, by their path in it, that a checkpoint would not hold by itself."""
+    if not folder.is_dir():
+        return {}
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    names = ((path.relative_to(folder).as_posix(), path) for path in paths)
+    return {name: path.read_bytes() for name, path in names if not _STOCK_FILES.fullmatch(name)}
+
+
+class Staging:
+    """A folder in which the trainer's own methods write a checkpoint that is never resumed from.
+
+    Attributes:
+        folder: Of the save that runs now; None if none does.
     """
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        if is_adapter:
-            save_adapter_config(model, folder)
-        else:
-            _save_model_config(model, folder, is_fsdp=is_fsdp)
-        if processing_class is not None:
-            processing_class.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
+    def __init__(self) -> None:
+        self.folder: str | None = None
 
-def _save_model_config(model: Any, folder: str, *, is_fsdp: bool) -> None:
-    config = getattr(model, "config", None)
-    if config is not None:
-        architecture = type(model).__bases__[1] if is_fsdp else type(model)
-        config.architectures = [architecture.__name__]
-        config.save_pretrained(folder)
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        generation_config.save_pretrained(folder)
+    @contextlib.contextmanager
+    def opened(self, args: Any, state: Any, scratch: Path) -> Iterator[Path]:
+        """Direct what the trainer writes into a folder in `scratch`, and take back what it changes in `state`.
+
+        Yields:
+            The folder of the checkpoint. It exists on all ranks, as those that write nothing may look into it, too.
+        """
+        callbacks, output_dir = state.stateful_callbacks, args.output_dir
+        with tempfile.TemporaryDirectory(prefix="checkpoint-staging-", dir=scratch) as folder:
+            self.folder = args.output_dir = folder
+            checkpoint = Path(folder, f"checkpoint-{state.global_step}")
+            checkpoint.mkdir()
+            state.stateful_callbacks = copy.deepcopy(callbacks)
+            try:
+                yield checkpoint
+            finally:
+                self.folder, args.output_dir = None, output_dir
+                state.stateful_callbacks = callbacks

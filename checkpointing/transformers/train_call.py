@@ -1,25 +1,147 @@
-"""What one call of `train` keeps besides the Trainer's own state."""
+"""One call of `train`: what it was asked for, where it starts, and what it keeps besides the Trainer's own state."""
 
 from __future__ import annotations
 
-import time
+import hashlib
+import json
+import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
+from transformers.trainer_utils import get_last_checkpoint
 
 from checkpointing.data.dealing import StepLayout
 from checkpointing.manager.manager import CheckpointManager
+from checkpointing.data.step_layout import StepLayout
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
+from checkpointing.manager.restoring import Restoring
 from checkpointing.manager.step_protocol import Due
+from checkpointing.resume.agreement import own_checkpoint
+from checkpointing.resume.verified_read import read_checkpoint
+from checkpointing.transformers.callback import InterruptibleEvaluation, Throughput
 from checkpointing.transformers.data import TrainingData
-from checkpointing.transformers.data_ranks import DataRanks
-from checkpointing.transformers.evaluation import InterruptibleEvaluation
 from checkpointing.transformers.guards import SkippedLoss, StepGuard
-from checkpointing.transformers.loop_state import LoopFigures
-from checkpointing.transformers.options import ResilientOptions
-from checkpointing.transformers.starting_point import Start
-from checkpointing.transformers.uneven import can_be_uneven
+from checkpointing.transformers.job_shape import DataRanks, can_be_uneven
+from checkpointing.transformers.loop_state import TRAINER_STATE_NAME, JobRecord, LoopFigures, checked_directory
+
+_ID_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class ResilientOptions:
+    """Options of `resilient`, as far as training needs them.
+
+    Attributes:
+        states: Further objects that are saved, by name.
+        divisor: Number of parts into which each micro-batch is cut.
+        saves_by_price: Commits are made when they are worth their price, not when the Trainer wants to save.
+        check_finite: See `StepGuard`.
+        spike_zscore: See `StepGuard`.
+        seekable_stream: The data is read by the stream's own state.
+        shuffle_samples: See `StreamBatches`.
+        virtual_ranks: Number of virtual ranks; 0 for none.
+        on_host: Keep sums of virtual ranks' gradients in the host's memory.
+    """
+
+    states: Mapping[str, Any] = field(default_factory=dict)
+    divisor: int = 1
+    saves_by_price: bool = False
+    check_finite: bool = True
+    spike_zscore: float | None = None
+    seekable_stream: bool = False
+    shuffle_samples: int | None = None
+    virtual_ranks: int = 0
+    on_host: bool = False
+
+
+@dataclass
+class Start:
+    """Where a training starts: this run's newest checkpoint, a checkpoint of another run, or the beginning.
+
+    Attributes:
+        point: A checkpoint of this library; None at the beginning, and for a stock Trainer's checkpoint.
+        folder: What `Trainer.train` gets as `resume_from_checkpoint`.
+        run_name: What trackers call the run: letters and digits.
+        is_supervised: A supervisor knows the run's name, so that checkpoints need not hold it.
+        record: What the checkpoint says of its job.
+        pending: `point`, until the first batch of the resumed run is drawn.
+    """
+
+    point: LoadedCheckpoint | None = None
+    folder: str | bool | None = None
+    run_name: str = ""
+    is_supervised: bool = False
+    record: JobRecord | None = None
+    pending: LoadedCheckpoint | None = None
+
+    def __post_init__(self) -> None:
+        """Everything of the point is still to be restored."""
+        self.pending = self.point
+
+    @property
+    def step(self) -> int:
+        """Number of steps that were done before."""
+        return self.point.step if self.point is not None else _step_of(self.folder)
+
+    @property
+    def had_ended(self) -> bool:
+        """Whether a callback had ended training when the checkpoint to be restored was made."""
+        return self.pending is not None and self.record is not None and self.record.ended
+
+    def take_pending(self) -> LoadedCheckpoint | None:
+        """Return `pending`, once."""
+        pending, self.pending = self.pending, None
+        return pending
+
+
+def choose_start(restoring: Restoring, args: Any, asked: str | bool | None, lineage: str = "") -> Start:
+    """Agree with all ranks on where to start; called by every rank.
+
+    Args:
+        restoring: Knows this run's checkpoints.
+        args: The trainer's `TrainingArguments`.
+        asked: `resume_from_checkpoint` as the script passes it; counts while the run has no checkpoint of its own.
+        lineage: A supervisor's name of the run, the same in every attempt; empty without a supervisor.
+
+    Raises:
+        CheckpointError: There are checkpoints, but none can be used.
+    """
+    # FSDP2 moves the model to the device only later.
+    point = restoring.choose(on_device=args.device.type != "cpu")
+    run_name = _run_name(lineage, restoring.stage_name, JobRecord.read(point) if point is not None else None)
+    folder: str | bool | None = None
+    if point is None:
+        folder = asked or restoring.starting_folder
+        if folder is True:
+            folder = get_last_checkpoint(args.output_dir) or True
+        found = own_checkpoint(Path(folder)) if isinstance(folder, (str, os.PathLike)) else None
+        if found is not None:
+            private = args.device.type == "cpu"
+            point = read_checkpoint(*found, args.process_index, args.world_size, private=private)
+    if point is None:
+        return Start(None, folder or None, run_name, bool(lineage))
+    return Start(point, checked_directory(point), run_name, bool(lineage), JobRecord.read(point))
+
+
+def _run_name(lineage: str, stage: str, record: JobRecord | None) -> str:
+    """Return the run's name: a supervisor knows it from the first attempt on, otherwise the run's checkpoints do."""
+    if lineage:
+        return hashlib.sha256(f"{lineage}/{stage}".encode()).hexdigest()[:_ID_LENGTH]
+    if record is not None and record.run_name is not None:
+        return record.run_name
+    return uuid.uuid4().hex[:_ID_LENGTH]
+
+
+def _step_of(folder: str | bool | None) -> int:
+    """Return the step of a stock Trainer's checkpoint; 0 if there is none to start from."""
+    try:
+        with (Path(str(folder)) / TRAINER_STATE_NAME).open() as file:
+            return int(json.load(file)["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 @dataclass
@@ -57,31 +179,16 @@ class TrainCall:
     uncovered: dict[str, str] | None = None
 
     @classmethod
-    def create(
-        cls,
-        trainer: Any,
-        manager: CheckpointManager,
-        options: ResilientOptions,
-        layout: StepLayout,
-        beginning: Mapping[str, Any] | None,
-    ) -> TrainCall:
-        """Create the session of a training that is about to start.
-
-        Args:
-            trainer: The trainer.
-            manager: The training's checkpoints.
-            options: Of `resilient`.
-            layout: How steps are divided if the run begins now.
-            beginning: State of a seekable stream at the beginning of an epoch; None for other data.
-        """
-        args, ranks = trainer.args, DataRanks.of(trainer)
+    def of(cls, trainer: Any, layout: StepLayout) -> TrainCall:
+        """Return that of a resilient trainer whose training is about to start; a run that begins now has `layout`."""
+        manager, options, args, ranks = trainer._manager, trainer._options, trainer.args, DataRanks.of(trainer)
         return cls(
             data=TrainingData(
                 manager,
                 args,
                 layout=layout,
                 ranks=ranks,
-                beginning=beginning,
+                beginning=trainer._beginning,
                 shuffle_samples=options.shuffle_samples,
                 uneven=can_be_uneven(trainer),
             ),
@@ -96,34 +203,3 @@ class TrainCall:
         """Return `due`, once."""
         due, self.due = self.due, Due()
         return due
-
-
-class Throughput:
-    """Counts token ids, and computes the rate between two log entries."""
-
-    def __init__(self, num_ranks: int = 1) -> None:
-        """Assume that every data parallel rank, of which there are `num_ranks`, has as many tokens as this one."""
-        self._num_ranks = num_ranks
-        # Ids that all ranks have computed, padding included.
-        self._num_ids = 0
-        self._last: tuple[float, float] | None = None
-
-    def count(self, inputs: Any) -> None:
-        """Count the ids of a micro-batch."""
-        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        if isinstance(ids, torch.Tensor):
-            self._num_ids += ids.numel() * self._num_ranks
-
-    def between_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Return `tokens_per_s` since the last log entry with a loss; empty if it is not known.
-
-        TRL counts tokens, and so does the Trainer on request; their count, without padding, takes precedence.
-        """
-        tokens = logs.get("num_tokens", logs.get("num_input_tokens_seen", self._num_ids or None))
-        if "loss" not in logs or not isinstance(tokens, (int, float)):
-            return {}
-        now, last = time.monotonic(), self._last
-        self._last = (now, tokens)
-        if last is None or now <= last[0] or tokens < last[1]:
-            return {}
-        return {"tokens_per_s": round((tokens - last[1]) / (now - last[0]), 1)}

@@ -17,22 +17,15 @@ from checkpointing.host.environment import rank_settings
 from checkpointing.host.failpoints import failpoint
 from checkpointing.manager.manager import CheckpointManager, skipped_steps
 from checkpointing.manager.spikes import SkippedSteps
-from checkpointing.transformers.callback import StepCallback
-from checkpointing.transformers.commit_notices import CommitNotices
-from checkpointing.transformers.data_ranks import DataRanks, batch_shape
-from checkpointing.transformers.deepspeed import advance_schedule, skips_bad_steps
-from checkpointing.transformers.evaluation import EvaluationCutShort, watch_callbacks
+from checkpointing.transformers.callback import CommitNotices, EvaluationCutShort, StepCallback, watch_callbacks
 from checkpointing.transformers.exact import ExactMixin
 from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead, stops_epoch
+from checkpointing.transformers.job_shape import DataRanks, batch_shape, cut_micro_batches, job_of
 from checkpointing.transformers.loop_state import LoopState
-from checkpointing.transformers.options import ResilientOptions
-from checkpointing.transformers.overrides import Staging
-from checkpointing.transformers.peft import adapter_of
-from checkpointing.transformers.same_job import cut_micro_batches, job_of
-from checkpointing.transformers.saving import SavingMixin
-from checkpointing.transformers.starting_point import Start, choose_start
+from checkpointing.transformers.saving import SavingMixin, Staging
 from checkpointing.transformers.trackers import continue_trackers
-from checkpointing.transformers.train_call import TrainCall
+from checkpointing.transformers.train_call import ResilientOptions, Start, TrainCall, choose_start
+from checkpointing.transformers.wrapped_models import adapter_of, advance_schedule, skips_bad_steps
 
 logger = logging.getLogger("checkpointing")
 
@@ -68,7 +61,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         self._skipped = skipped_steps()
         self._notices, self._staging = CommitNotices(self), Staging()
         watch_callbacks(self)
-        self._session = TrainCall.create(self, self._manager, options, layout, self._beginning)
+        self._session = TrainCall.of(self, layout)
         self.add_callback(StepCallback(self))
 
     # -- the beginning and the end of training -------------------------------------------------------------------
@@ -85,8 +78,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         if self._manager.is_closed:
             self._manager = self._make_manager()
         self._notices.forget()
-        layout = self._session.data.layout
-        session = self._session = TrainCall.create(self, self._manager, self._options, layout, self._beginning)
+        session = self._session = TrainCall.of(self, self._session.data.layout)
         self._track()
         # As the script passes the data: trainers may drop rows when training begins.
         session.job = job_of(type(self), self.train_dataset)
@@ -224,7 +216,8 @@ class ResilientMixin(ExactMixin, SavingMixin):
             return
         loop = LoopState.read(point, self.args.process_index, self.args.world_size)
         if loop is not None:
-            loop.restore(self, session.figures)
+            loop.restore(self)
+            session.figures = loop.figures
             session.guard.restore_losses(loop.recent_losses or ())
         repeats_evaluation = loop is not None and loop.evaluation_due
         if repeats_evaluation or session.data.stream is not None:

@@ -121,8 +121,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Everything is written by the manager, as in a user's own loop; what the Trainer adds, by our Trainer's code."""
     from transformers import TrainerState
 
-    from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState
-    from checkpointing.transformers.trainer_state import state_bytes
+    from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState, state_bytes
 
     root = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(1)
@@ -542,7 +541,7 @@ def generators(place: Place) -> Reader:
 def trainer_state(place: Place) -> Reader:
     from transformers import TrainerState
 
-    from checkpointing.transformers.trainer_state import checked_directory
+    from checkpointing.transformers.loop_state import checked_directory
 
     def read(data: bytes) -> bool:
         found = point("trainer_state.json", data)
@@ -564,7 +563,7 @@ def trainer_state(place: Place) -> Reader:
 
 def loop_state(place: Place) -> Reader:
     from checkpointing.transformers.guards import StepGuard
-    from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState
+    from checkpointing.transformers.loop_state import JobRecord, LoopState
 
     def read(data: bytes) -> bool:
         trainer = SimpleNamespace(current_flos=0, _tr_loss=torch.tensor(0.0), _metrics={"train": {}})
@@ -573,14 +572,14 @@ def loop_state(place: Place) -> Reader:
             record, state = JobRecord.read(restored), LoopState.read(restored, 0, 2)
             assert record is not None and state is not None
             assert record.layout is None or record.layout.samples_per_step > 0
-            figures, guard = LoopFigures(), StepGuard(spike_zscore=8.0)
-            state.restore(trainer, figures)
+            guard = StepGuard(spike_zscore=8.0)
+            state.restore(trainer)
             guard.restore_losses(state.recent_losses or ())
             assert isinstance(trainer._tr_loss.item(), float)
             assert isinstance(trainer._globalstep_last_logged + 1, (int, float))
             assert all(isinstance(sum(values, 0.0), float) for values in trainer._metrics["train"].values())
             assert isinstance(getattr(trainer, "_total_train_tokens", 0) + 1, (int, float))
-            assert isinstance(figures.mean_loss(0.0, STEP), float)
+            assert isinstance(state.figures.mean_loss(0.0, STEP), float)
             assert guard.spikes is not None
             guard.spikes.look(2.0)
         return not was()

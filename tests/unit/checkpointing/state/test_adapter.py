@@ -18,7 +18,7 @@ from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.process.device import HostDevice
 from checkpointing.state.adapter import BASE_NAME
 from checkpointing.state.train_state import TrainState
-from checkpointing.transformers.peft import adapter_of
+from checkpointing.transformers.wrapped_models import adapter_of
 
 # Within PEFT.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

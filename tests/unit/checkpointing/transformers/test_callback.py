@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState
 
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.callback import StepCallback
-from checkpointing.transformers.options import ResilientOptions
+from checkpointing.transformers.train_call import ResilientOptions
 
 
 def trainer(due: Due | None = None, *, options: ResilientOptions | None = None, is_in_train: bool = True) -> Any:

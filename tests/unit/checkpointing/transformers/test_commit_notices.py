@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState
 
-from checkpointing.transformers.commit_notices import CommitNotices
+from checkpointing.transformers.callback import CommitNotices
 
 
 class Handler:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, SmolLM3Config
 
-from checkpointing.transformers.saving import configuration_files
+from checkpointing.transformers.wrapped_models import configuration_files
 
 
 class Model(torch.nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback
 
-from checkpointing.transformers.coverage import changed, uncovered
+from checkpointing.transformers.further_states import changed, uncovered
 
 
 class Own:

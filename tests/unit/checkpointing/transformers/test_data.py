@@ -22,7 +22,7 @@ from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.transformers import data as data_module
 from checkpointing.transformers.data import TrainingData
-from checkpointing.transformers.data_ranks import DataRanks
+from checkpointing.transformers.job_shape import DataRanks
 from checkpointing.transformers.loop_state import JobRecord
 
 ONE = StepLayout(1, 2, 2)
@@ -81,11 +81,12 @@ def arguments(**changes: Any) -> Any:
     return SimpleNamespace(**{**defaults, **changes})
 
 
-def training_data(manager: Manager | None = None, layout: StepLayout = ONE, **options: Any) -> TrainingData:
+def training_data(manager: Any = None, layout: StepLayout = ONE, **options: Any) -> TrainingData:
     own = {name: options.pop(name) for name in ("beginning", "uneven") if name in options}
     args = arguments(**options)
     ranks = DataRanks(args.process_index, args.world_size)
-    return TrainingData(manager or Manager(), args, layout=layout, ranks=ranks, **own)
+    positions: Any = manager or Manager()
+    return TrainingData(positions, args, layout=layout, ranks=ranks, **own)
 
 
 def loader(batch_size: int = 2) -> Any:

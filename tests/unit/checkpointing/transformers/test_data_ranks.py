@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from checkpointing.agent.events import BatchShape
-from checkpointing.transformers import data_ranks
-from checkpointing.transformers.data_ranks import DataRanks, batch_shape
+from checkpointing.transformers import job_shape
+from checkpointing.transformers.job_shape import DataRanks, batch_shape
 
 
 def trainer(rank: int, world_size: int, *, loaded: int | None = None, configured: int | None = None) -> Any:
@@ -34,7 +34,7 @@ def test_the_ranks_of_a_group_have_the_same_samples(sizes: Any) -> None:
 
 
 def test_an_elastic_run_has_a_batch_for_the_ranks_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_ranks, "rank_settings", lambda: SimpleNamespace(planned_ranks=8))
+    monkeypatch.setattr(job_shape, "rank_settings", lambda: SimpleNamespace(planned_ranks=8))
     assert DataRanks.of(trainer(0, 4, loaded=2)).planned == 4
 
 

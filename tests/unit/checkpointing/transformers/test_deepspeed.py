@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from checkpointing.errors import CheckpointError
-from checkpointing.transformers import deepspeed
-from checkpointing.transformers.deepspeed import check_deepspeed, set_batch_shape, tracked_model
+from checkpointing.transformers import wrapped_models
+from checkpointing.transformers.wrapped_models import check_deepspeed, set_batch_shape, tracked_model
 
 
 def trainer(*, enabled: bool = True, stage: int = 2, **config: Any) -> Any:
@@ -53,7 +53,7 @@ def test_without_deepspeed_nothing_is_set() -> None:
 
 def test_the_engine_is_tracked_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tracked_model(trainer()) == "model"
-    monkeypatch.setattr(deepspeed, "is_engine", lambda model: model == "wrapped")
+    monkeypatch.setattr(wrapped_models, "is_engine", lambda model: model == "wrapped")
     assert tracked_model(trainer()) == "wrapped"
 
 
@@ -63,9 +63,9 @@ def test_bad_steps_are_part_of_training_only_while_a_loss_scale_is_searched_for(
 ) -> None:
     subject = trainer(enabled=enabled)
     subject.accelerator.scaler, subject.args.fp16 = None, fp16
-    assert deepspeed.skips_bad_steps(subject) is skips
+    assert wrapped_models.skips_bad_steps(subject) is skips
     subject.accelerator.scaler = object()
-    assert deepspeed.skips_bad_steps(subject)
+    assert wrapped_models.skips_bad_steps(subject)
 
 
 @pytest.mark.parametrize(("syncs", "advanced"), [(True, 1), (False, 0)])
@@ -75,10 +75,10 @@ def test_a_schedule_of_deepspeeds_own_advances_in_skipped_steps(
     subject, steps = trainer(), list[int]()
     subject.accelerator.sync_gradients = syncs
     subject.model_wrapped = SimpleNamespace(lr_scheduler=SimpleNamespace(step=lambda: steps.append(1)))
-    deepspeed.advance_schedule(subject)
+    wrapped_models.advance_schedule(subject)
     assert steps == [], "no engine"
-    monkeypatch.setattr(deepspeed, "is_engine", lambda model: True)
-    deepspeed.advance_schedule(subject)
+    monkeypatch.setattr(wrapped_models, "is_engine", lambda model: True)
+    wrapped_models.advance_schedule(subject)
     assert len(steps) == advanced
     subject.model_wrapped.lr_scheduler = None
-    deepspeed.advance_schedule(subject)
+    wrapped_models.advance_schedule(subject)

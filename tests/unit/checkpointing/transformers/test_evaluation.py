@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from checkpointing.transformers.evaluation import EvaluationCutShort, InterruptibleEvaluation
+from checkpointing.transformers.callback import EvaluationCutShort, InterruptibleEvaluation
 
 
 class Manager:
@@ -22,7 +23,7 @@ class Manager:
 
 
 def test_an_evaluation_is_cut_short_once_all_ranks_agree() -> None:
-    manager = Manager(stops=False)
+    manager: Any = Manager(stops=False)
     evaluation = InterruptibleEvaluation(manager, 1)
     random.seed(1)
     before = random.getstate()
@@ -40,7 +41,7 @@ def test_an_evaluation_is_cut_short_once_all_ranks_agree() -> None:
 
 
 def test_an_evaluation_that_could_not_be_repeated_runs_to_its_end() -> None:
-    manager = Manager(stops=True)
+    manager: Any = Manager(stops=True)
     evaluation = InterruptibleEvaluation(manager, 1)
     evaluation.begin(can_be_repeated=False)
     evaluation.step()
@@ -48,6 +49,7 @@ def test_an_evaluation_that_could_not_be_repeated_runs_to_its_end() -> None:
 
 
 def test_generators_are_kept_for_the_first_batch_after_a_repeated_evaluation() -> None:
-    evaluation = InterruptibleEvaluation(Manager(stops=False), 1)
+    manager: Any = Manager(stops=False)
+    evaluation = InterruptibleEvaluation(manager, 1)
     evaluation.was_repeated()
     assert evaluation.after is not None and evaluation.after["python"] == random.getstate()

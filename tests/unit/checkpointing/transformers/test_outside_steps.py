@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.transformers.evaluation import outside_steps, watch_callbacks
+from checkpointing.transformers.callback import outside_steps, watch_callbacks
 
 
 class Manager:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import Trainer
 
-from checkpointing.transformers.overrides import Staging, added_files, overrides_saving
+from checkpointing.transformers.saving import Staging, added_files, overrides_saving
 
 
 class Plain(Trainer):

@@ -7,7 +7,7 @@ from typing import Any
 import peft
 import torch
 
-from checkpointing.transformers.peft import RunningStatistics, adapter_of
+from checkpointing.transformers.wrapped_models import RunningStatistics, adapter_of
 
 
 def with_adapter(*layers: torch.nn.Module) -> Any:

@@ -14,7 +14,7 @@ from transformers import Trainer
 from checkpointing.data.dealing import StepLayout
 from checkpointing.errors import CheckpointError
 from checkpointing.host.environment import ALLOW_CHANGES_ENV
-from checkpointing.transformers.same_job import (
+from checkpointing.transformers.job_shape import (
     check_same_job,
     check_samples_per_step,
     cut_micro_batches,

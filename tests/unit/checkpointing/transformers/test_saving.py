@@ -15,11 +15,8 @@ from transformers import TrainerControl, TrainerState
 
 from checkpointing.data.dealing import StepLayout
 from checkpointing.errors import Preempted
-from checkpointing.transformers.options import ResilientOptions
-from checkpointing.transformers.overrides import Staging
-from checkpointing.transformers.saving import SavingMixin
-from checkpointing.transformers.starting_point import Start
-from checkpointing.transformers.train_call import TrainCall
+from checkpointing.transformers.saving import SavingMixin, Staging
+from checkpointing.transformers.train_call import ResilientOptions, Start, TrainCall
 
 # What a stock Trainer does in addition when it saves.
 LARGE = ("_save_scaler", "_save_rng_state", "_save_optimizer_and_scheduler", "_push_from_checkpoint")

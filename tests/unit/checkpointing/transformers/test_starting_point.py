@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import TrainerState
 
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.transformers.starting_point import Start, choose_start
+from checkpointing.transformers.train_call import Start, choose_start
 
 STATE = json.dumps(dataclasses.asdict(TrainerState(global_step=20, epoch=1.0))).encode()
 
@@ -31,14 +32,8 @@ def checkpoint(**loop_state: Any) -> LoadedCheckpoint:
     )
 
 
-class Manager:
-    def __init__(self, point: LoadedCheckpoint | None = None, starting_folder: str | None = None) -> None:
-        self._point, self.starting_folder, self.stage_name = point, starting_folder, ""
-        self.on_device: bool | None = None
-
-    def choose(self, *, on_device: bool | None = None) -> LoadedCheckpoint | None:
-        self.on_device = on_device
-        return self._point
+def restoring(point: LoadedCheckpoint | None = None, starting_folder: str | None = None, stage_name: str = "") -> Any:
+    return Mock(starting_folder=starting_folder, stage_name=stage_name, choose=Mock(return_value=point))
 
 
 def arguments(folder: Path, device: str = "cpu") -> Any:
@@ -53,9 +48,10 @@ def stock(folder: Path, step: int) -> Path:
 
 
 def test_the_newest_checkpoint_of_the_run_is_resumed_whatever_the_script_asks_for(tmp_path: Path) -> None:
-    manager = Manager(checkpoint(ended=True), str(tmp_path))
+    manager = restoring(checkpoint(ended=True), str(tmp_path))
     start = choose_start(manager, arguments(tmp_path, "cuda"), "elsewhere")
-    assert start.point is not None and start.step == 20 and manager.on_device
+    assert start.point is not None and start.step == 20
+    manager.choose.assert_called_once_with(on_device=True)
     assert isinstance(start.folder, str) and Path(start.folder, "trainer_state.json").read_bytes() == STATE
     assert start.had_ended
     assert start.take_pending() is start.point and start.take_pending() is None
@@ -68,18 +64,18 @@ def test_a_checkpoint_that_the_trainer_could_not_read_is_refused(tmp_path: Path)
     point = checkpoint()
     point.files["trainer_state.json"] = memoryview(b"{}")
     with pytest.raises(InvalidCheckpoint, match="trainer_state"):
-        choose_start(Manager(point), arguments(tmp_path), None)
+        choose_start(restoring(point), arguments(tmp_path), None)
 
 
 def test_a_run_without_checkpoints_begins_afresh(tmp_path: Path) -> None:
-    start = choose_start(Manager(), arguments(tmp_path), None)
+    start = choose_start(restoring(), arguments(tmp_path), None)
     assert (start.point, start.folder, start.step, start.pending, start.had_ended) == (None, None, 0, None, False)
 
 
 @pytest.mark.parametrize("asked_by", ["script", "user"])
 def test_a_run_without_checkpoints_begins_with_another_ones(tmp_path: Path, asked_by: str) -> None:
     folder = str(stock(tmp_path, 7))
-    manager, asked = (Manager(), folder) if asked_by == "script" else (Manager(starting_folder=folder), None)
+    manager, asked = (restoring(), folder) if asked_by == "script" else (restoring(starting_folder=folder), None)
     start = choose_start(manager, arguments(tmp_path / "new"), asked)
     assert (start.point, start.folder, start.step) == (None, folder, 7)
 
@@ -87,27 +83,26 @@ def test_a_run_without_checkpoints_begins_with_another_ones(tmp_path: Path, aske
 def test_true_is_the_newest_folder_of_a_stock_trainer(tmp_path: Path) -> None:
     stock(tmp_path, 7)
     newest = stock(tmp_path, 12)
-    assert choose_start(Manager(), arguments(tmp_path), True).folder == str(newest)
+    assert choose_start(restoring(), arguments(tmp_path), True).folder == str(newest)
     (tmp_path / "empty").mkdir()
     # The Trainer itself says that there is none.
-    assert choose_start(Manager(), arguments(tmp_path / "empty"), True).folder is True
+    assert choose_start(restoring(), arguments(tmp_path / "empty"), True).folder is True
 
 
 def test_a_supervisor_knows_the_runs_name(tmp_path: Path) -> None:
-    first = choose_start(Manager(), arguments(tmp_path), None, "4f1c")
-    again = choose_start(Manager(checkpoint(tracked_as="abc")), arguments(tmp_path), None, "4f1c")
+    first = choose_start(restoring(), arguments(tmp_path), None, "4f1c")
+    again = choose_start(restoring(checkpoint(tracked_as="abc")), arguments(tmp_path), None, "4f1c")
     assert first.run_name == again.run_name and first.run_name.isalnum() and first.is_supervised
-    stage = Manager()
-    stage.stage_name = "stage-2"
+    stage = restoring(stage_name="stage-2")
     assert choose_start(stage, arguments(tmp_path), None, "4f1c").run_name != first.run_name
 
 
 def test_without_a_supervisor_checkpoints_know_it(tmp_path: Path) -> None:
-    names = {choose_start(Manager(), arguments(tmp_path), None).run_name for _ in range(2)}
+    names = {choose_start(restoring(), arguments(tmp_path), None).run_name for _ in range(2)}
     assert len(names) == 2
-    start = choose_start(Manager(checkpoint(tracked_as="abc")), arguments(tmp_path), None)
+    start = choose_start(restoring(checkpoint(tracked_as="abc")), arguments(tmp_path), None)
     assert start.run_name == "abc" and not start.is_supervised
-    assert choose_start(Manager(checkpoint(tracked_as="../x")), arguments(tmp_path), None).run_name.isalnum()
+    assert choose_start(restoring(checkpoint(tracked_as="../x")), arguments(tmp_path), None).run_name.isalnum()
 
 
 def test_a_stock_checkpoint_that_cannot_be_read_counts_no_steps(tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpointing.transformers.train_call import Throughput
+from checkpointing.transformers.callback import Throughput
 
 
 def test_tokens_are_counted_where_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr("checkpointing.transformers.train_call.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("checkpointing.transformers.callback.time.monotonic", lambda: now[0])
     throughput = Throughput(num_ranks=2)
     assert throughput.between_entries({"loss": 1.0}) == {}
     throughput.count({"input_ids": torch.zeros(5, 100)})

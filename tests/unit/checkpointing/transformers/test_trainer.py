@@ -17,13 +17,11 @@ from checkpointing.data.dealing import StepLayout
 from checkpointing.errors import CheckpointError, CommitFailed, NonFinite
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers import trainer as trainer_module
-from checkpointing.transformers.evaluation import EvaluationCutShort, InterruptibleEvaluation
+from checkpointing.transformers.callback import EvaluationCutShort, InterruptibleEvaluation, Throughput
 from checkpointing.transformers.further_states import export_states
 from checkpointing.transformers.guards import StepGuard
-from checkpointing.transformers.loop_state import JobRecord, LoopState
-from checkpointing.transformers.options import ResilientOptions
-from checkpointing.transformers.starting_point import Start
-from checkpointing.transformers.train_call import Throughput, TrainCall
+from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState
+from checkpointing.transformers.train_call import ResilientOptions, Start, TrainCall
 from checkpointing.transformers.trainer import ResilientMixin
 
 LAYOUT = StepLayout(1, 2, 2)
@@ -133,7 +131,7 @@ class Subject(ResilientMixin, Loop):
 
 def resumed(**loop_state: Any) -> Start:
     record = JobRecord(LAYOUT, ended=bool(loop_state.pop("ended", False)))
-    state = LoopState(0.25, 10, loss_since=4, total_loss=1.5, **loop_state)
+    state = LoopState(0.25, 10, LoopFigures(loss_since=4), total_loss=1.5, **loop_state)
     return Start(point("loop_state_0.json", state.to_bytes()), "/runs/checkpoint-20", "name", record=record)
 
 

@@ -12,7 +12,7 @@ from helpers.restore_points import point
 from transformers import TrainerState
 
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.transformers.trainer_state import (
+from checkpointing.transformers.loop_state import (
     checked_directory,
     evaluated_metrics,
     is_number,

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from checkpointing.transformers.uneven import can_be_uneven, weighs_by_tokens, without_labels
+from checkpointing.transformers.job_shape import can_be_uneven, weighs_by_tokens, without_labels
 
 
 class Ours(Trainer):

@@ -1,0 +1,213 @@
+"""What a job is: what trains, on which data, and how its ranks share the samples of a step.
+
+A rank whose share of a step makes fewer micro-batches than another rank's computes fillers, as DDP needs as many passes
+of every rank. A loss that is the sum over all tokens of a step, divided by their number on all ranks, gives each token
+the same weight wherever it is computed, and a filler without labels none at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from checkpointing.agent.events import BatchShape
+from checkpointing.data.data_digest import fingerprint
+from checkpointing.data.step_layout import StepLayout
+from checkpointing.errors import CheckpointError
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
+from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings
+
+# Packages whose trainers identify a training method.
+_TRAINER_PACKAGES = ("transformers.", "trl.", "sentence_transformers.")
+# What cross-entropy ignores.
+_IGNORED = -100
+_LABELS = ("labels", "shift_labels")
+# Trainers whose `compute_loss` divides by the tokens of all ranks.
+_WEIGHING = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
+
+
+def job_of(trainer_class: type, train_dataset: Any) -> dict[str, str | None]:
+    """Return what identifies a job, as far as the trainer knows.
+
+    Args:
+        trainer_class: Counts by the library's class that it derives from: the script may have made one of its own.
+        train_dataset: As the script passes it; trainers may drop rows when training begins.
+    """
+    library = next(base for base in trainer_class.__mro__ if base.__module__.startswith(_TRAINER_PACKAGES))
+    return {"trainer": library.__name__, "training data": fingerprint(train_dataset)}
+
+
+def check_same_job(place: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compare two values of `job_of`; what either of them does not know is not compared.
+
+    Raises:
+        CheckpointError: They differ, and the user has not allowed changes.
+    """
+    if rank_settings().allow_changes:
+        return
+    other = [key for key, value in before.items() if value is not None and now.get(key) not in (None, value)]
+    if other:
+        differences = ", ".join(f"{key} was {before[key]}, is {now[key]}" for key in other)
+        raise CheckpointError(
+            f"{place} is of another job: {differences}. Train in another output_dir; or, if it is the same job after a "
+            f"change, resume with --allow-changes (or {ALLOW_CHANGES_ENV}=1)"
+        )
+
+
+# -- the ranks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """The data parallel ranks. With tensor parallelism, all ranks of a group are one: they compute the same samples.
+
+    Attributes:
+        rank: Number of this one.
+        count: How many there are.
+        group_size: Ranks that are one.
+    """
+
+    rank: int = 0
+    count: int = 1
+    group_size: int = 1
+
+    @classmethod
+    def of(cls, trainer: Any) -> DataRanks:
+        """Return those of a trainer. accelerate's meshes have the tensor parallel ranks next to each other."""
+        size = tensor_parallel_size(trainer)
+        return cls(trainer.args.process_index // size, trainer.args.world_size // size, size)
+
+    @property
+    def planned(self) -> int:
+        """How many ranks the batch is meant for; an elastic run may begin with fewer."""
+        return rank_settings().planned_ranks // self.group_size or self.count
+
+
+def tensor_parallel_size(trainer: Any) -> int:
+    """Return how many ranks share each layer: by how transformers has loaded the model, or by accelerate's mesh."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    return getattr(trainer.model, "_tp_size", None) or getattr(parallelism, "tp_size", None) or 1
+
+
+# -- the samples of a step -------------------------------------------------------------------------------------------
+
+
+def batch_shape(trainer: Any, shared_samples: int | None) -> BatchShape:
+    """Return how the steps of a trainer are cut, for the supervisor; `shared_samples` as `TrainingData` has them."""
+    return BatchShape(
+        micro_batch=trainer._train_batch_size,
+        accumulation=trainer.args.gradient_accumulation_steps,
+        samples=shared_samples,
+        model_ranks=tensor_parallel_size(trainer),
+    )
+
+
+def check_samples_per_step(point: LoadedCheckpoint | None, samples: int) -> None:
+    """Check that a step has as many samples as those before the checkpoint.
+
+    Raises:
+        CheckpointError: It has more or fewer.
+    """
+    if point is None or point.step == 0:
+        return
+    before = point.samples_consumed // point.step
+    if before != samples:
+        raise CheckpointError(
+            f"{point.label} was trained with {before} samples per step, now there are {samples}. Choose "
+            "per_device_train_batch_size and gradient_accumulation_steps so that batch x accumulation x ranks = "
+            f"{before}, or start from the beginning in another output_dir."
+        )
+
+
+def fit_layout(was: StepLayout, world_size: int, batch_size: int, *, uneven: bool = False) -> StepLayout | None:
+    """Divide the samples of a step among another number of ranks.
+
+    Args:
+        was: The layout when the run began.
+        world_size: Number of ranks now.
+        batch_size: Samples per micro-batch and rank, as configured.
+        uneven: Whether some ranks may have fewer samples than others.
+
+    Returns:
+        The layout with the largest micro-batches that are no larger than before, and than configured. None if the
+        number of ranks is the same, or they cannot share a step's samples equally, and may not do so unevenly.
+    """
+    share, rest = divmod(was.samples_per_step, world_size)
+    if was.world_size == world_size or (rest and not uneven):
+        return None
+    largest = min(batch_size, was.batch_size)
+    if rest:
+        accumulation = math.ceil((share + 1) / largest)
+        return StepLayout(world_size, math.ceil((share + 1) / accumulation), accumulation, was.samples_per_step)
+    size = next(size for size in range(largest, 0, -1) if share % size == 0)
+    return StepLayout(world_size, size, share // size)
+
+
+def cut_micro_batches(args: Any, divisor: int) -> None:
+    """Split each micro-batch of `TrainingArguments`: the same samples in each step, in smaller portions.
+
+    The divisor is recorded with the run. Micro-batches that it does not divide, since they were configured smaller, are
+    split by the largest common divisor.
+    """
+    divisor = math.gcd(args.per_device_train_batch_size, divisor)
+    args.per_device_train_batch_size //= divisor
+    args.gradient_accumulation_steps *= divisor
+
+
+# -- steps whose samples the ranks cannot share equally --------------------------------------------------------------
+
+
+def can_be_uneven(trainer: Any) -> bool:
+    """Return whether the ranks of a training may have different numbers of samples in a step."""
+    data = trainer.train_dataset
+    # The samples of a stream are dealt while they are read. DeepSpeed's engine expects as many samples of each rank.
+    return (
+        not trainer.is_deepspeed_enabled
+        and hasattr(data, "__len__")
+        and not isinstance(data, IterableDataset)
+        and weighs_by_tokens(trainer)
+    )
+
+
+def weighs_by_tokens(trainer: Any) -> bool:
+    """Return whether a trainer's loss gives each token of a step the same weight, on whichever rank it is."""
+    args = trainer.args
+    config = getattr(trainer.model, "config", None)
+    return (
+        all(_owner(trainer, name) in _WEIGHING for name in ("compute_loss", "training_step"))
+        and bool(trainer.model_accepts_loss_kwargs)
+        and trainer.compute_loss_func is None
+        and bool(args.average_tokens_across_devices)
+        and not args.label_smoothing_factor
+        and not args.use_liger_kernel
+        and args.n_gpu <= 1
+        # An auxiliary loss is a mean over micro-batches.
+        and not getattr(trainer, "aux_loss_enabled", False)
+        and not getattr(config, "output_router_logits", False)
+    )
+
+
+def without_labels(batch: Any) -> Any:
+    """Return a batch none of whose tokens counts.
+
+    Raises:
+        KeyError: It has no labels, so that this cannot be said.
+    """
+    if not any(name in batch for name in _LABELS):
+        raise KeyError(f"a batch needs labels, and has {', '.join(map(str, batch))}")
+    for name in _LABELS:
+        if name in batch:
+            batch[name] = torch.full_like(batch[name], _IGNORED)
+    return batch
+
+
+def _owner(trainer: Any, name: str) -> tuple[str, str]:
+    """Return module and name of the class that a trainer has a method from, besides this package's."""
+    classes = (base for base in type(trainer).__mro__ if not base.__module__.startswith("checkpointing."))
+    owner = next((base for base in classes if name in vars(base)), object)
+    return owner.__module__, owner.__name__

@@ -1,0 +1,160 @@
+"""Models in a wrapper: the adapter of a PEFT model, DeepSpeed's engine, and configurations without what is in front."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from checkpointing.errors import CheckpointError
+from checkpointing.state.adapter import Adapter, live_tensors
+from checkpointing.state.zero import is_engine
+
+# -- PEFT ------------------------------------------------------------------------------------------------------------
+
+
+def adapter_of(model: Any) -> Adapter | None:
+    """Return what is saved of a PEFT model; None if the whole model is saved.
+
+    Raises:
+        CheckpointError: The model has several adapters.
+    """
+    if not accelerate.utils.is_peft_model(model):
+        return None
+    from peft import get_peft_model_state_dict
+
+    if len(model.peft_config) != 1:
+        raise CheckpointError(f"resilient() saves one adapter; this model has {', '.join(model.peft_config)}")
+    # The default, "auto", would query the hub for the vocabulary's original size.
+    select: Any = functools.partial(
+        get_peft_model_state_dict, model, adapter_name=model.active_adapter, save_embedding_layers=False
+    )
+    saved = {id(tensor) for tensor in select(state_dict=live_tensors(model)).values()}
+    if any(parameter.requires_grad and id(parameter) not in saved for parameter in model.parameters()):
+        # Prompts that are computed, or weights unfrozen in addition to the adapter: the whole model is saved.
+        return None
+    # The base need not be a model of transformers.
+    base = getattr(getattr(model, "config", None), "name_or_path", "") or ""
+    return Adapter(lambda state: select(state_dict=dict(state)), base)
+
+
+class RunningStatistics:
+    """What training changes in the base of an adapter, of BatchNorm, as an object with a state."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the statistics by name."""
+        return {
+            f"{name}.{key}": value
+            for name, module in self._model.named_modules()
+            if isinstance(module, _NormBase)
+            for key, value in module.named_buffers(recurse=False)
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the statistics."""
+        for name, value in self.state_dict().items():
+            if name in state:
+                value.copy_(state[name])
+
+
+# -- DeepSpeed (`TrainingArguments(deepspeed=...)`, or accelerate's plugin) ------------------------------------------
+
+
+def check_deepspeed(trainer: Any) -> None:
+    """Check that a trainer with DeepSpeed can be resumed.
+
+    Raises:
+        CheckpointError: It cannot; the message names the reason.
+    """
+    if trainer.is_deepspeed_enabled and not trainer.accelerator.state.deepspeed_plugin.zero_stage:
+        raise CheckpointError("DeepSpeed without ZeRO is not supported; set zero_optimization.stage to 1, 2 or 3")
+
+
+def tracked_model(trainer: Any) -> Any:
+    """Return the engine, once the trainer has made it; otherwise the trainer's model."""
+    return trainer.model_wrapped if is_engine(trainer.model_wrapped) else trainer.model
+
+
+def set_batch_shape(trainer: Any) -> None:
+    """Have the engine's configuration follow `args`, which say how a step is cut.
+
+    transformers fills it in when a trainer is made, and another number of ranks, or memory that ran out, may cut the
+    same samples in another way.
+    """
+    if not trainer.is_deepspeed_enabled:
+        return
+    args, config = trainer.args, trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    config["train_micro_batch_size_per_gpu"] = batch
+    config["gradient_accumulation_steps"] = accumulation
+    config["train_batch_size"] = batch * accumulation * args.world_size
+
+
+def skips_bad_steps(trainer: Any) -> bool:
+    """Return whether steps without finite gradients are part of training: a loss scale is being searched for.
+
+    DeepSpeed skips them in every precision. Where it does so without a loss scale, nothing would ever change again.
+    """
+    return trainer.accelerator.scaler is not None or bool(trainer.is_deepspeed_enabled and trainer.args.fp16)
+
+
+def advance_schedule(trainer: Any) -> None:
+    """Advance a schedule of DeepSpeed's own in a step that is skipped, and which the engine does not see."""
+    engine = trainer.model_wrapped
+    if is_engine(engine) and trainer.accelerator.sync_gradients and engine.lr_scheduler is not None:
+        engine.lr_scheduler.step()
+
+
+# -- configurations --------------------------------------------------------------------------------------------------
+
+
+def configuration_files(
+    model: Any, processing_class: Any, scratch: Path, *, is_adapter: bool, is_fsdp: bool
+) -> dict[str, bytes]:
+    """Return a checkpoint's files of model and tokenizer that training does not change, by name.
+
+    Args:
+        model: The trainer's model.
+        processing_class: Its tokenizer or processor, if any.
+        scratch: Where a temporary folder may be made.
+        is_adapter: Only a PEFT adapter is saved.
+        is_fsdp: FSDP2 has put a class of its own in front of the model's.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        if is_adapter:
+            _save_adapter_config(model, folder)
+        else:
+            _save_model_config(model, folder, is_fsdp=is_fsdp)
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+def _save_adapter_config(model: Any, folder: str) -> None:
+    """Write `adapter_config.json` as `PeftModel.save_pretrained` does."""
+    config = copy.copy(model.peft_config[model.active_adapter])
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(model.config, "name_or_path", None)
+    config.save_pretrained(folder)
+
+
+def _save_model_config(model: Any, folder: str, *, is_fsdp: bool) -> None:
+    config = getattr(model, "config", None)
+    if config is not None:
+        architecture = type(model).__bases__[1] if is_fsdp else type(model)
+        config.architectures = [architecture.__name__]
+        config.save_pretrained(folder)
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(folder)
