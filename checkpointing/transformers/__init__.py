@@ -29,7 +29,6 @@ from checkpointing.transformers.exact import AUTO
 from checkpointing.transformers.seam import check_libraries
 from checkpointing.transformers.train_call import ResilientOptions
 from checkpointing.transformers.trainer import ResilientMixin
-from checkpointing.transformers.wrapped_models import check_deepspeed
 
 __all__ = ["resilient", "load_best"]
 
@@ -163,15 +162,11 @@ def resilient(
 
 
 def _check_trainer(trainer: Trainer) -> None:
-    """Check that a trainer's kind of training is supported.
-
-    Raises:
-        CheckpointError: It is not, or transformers is too old.
-        ValueError: The trainer is resilient already.
-    """
+    """Check that a trainer's kind of training is supported, and that it is not resilient already."""
     # Before 5.3, transformers' training loop is one method, which cannot be overridden in part.
     check_libraries(trainer)
-    check_deepspeed(trainer)
+    if trainer.is_deepspeed_enabled and not trainer.accelerator.state.deepspeed_plugin.zero_stage:
+        raise CheckpointError("DeepSpeed without ZeRO is not supported; set zero_optimization.stage to 1, 2 or 3")
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise CheckpointError("FSDP1 is not supported by resilient(); use FSDP2: fsdp_config version 2")
     if (kind := _unsupported_parallelism(trainer)) is not None:
@@ -199,12 +194,7 @@ def _check_stream(shuffle_samples: int | None, *, seekable_stream: bool) -> None
 
 
 def _virtual_ranks(count: int | Auto | None) -> int:
-    """Return the number of virtual ranks, as `ResilientOptions` has it.
-
-    Raises:
-        ValueError: It is none.
-        CheckpointError: There is not enough memory even with sums on the host.
-    """
+    """Return the number of virtual ranks, as `ResilientOptions` has it, unless memory was too small for them."""
     check_virtual_ranks(count)
     if count is None:
         return 0

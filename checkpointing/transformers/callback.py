@@ -115,35 +115,23 @@ class EvaluationCutShort(Exception):
 
 
 class InterruptibleEvaluation:
-    """An evaluation that all ranks can agree to cut short, so that a stop need not wait for its end.
-
-    Attributes:
-        before: States of generators when the present evaluation began; None if none runs that may be cut short.
-        after: States after an evaluation that was repeated, until the training loop sets them again.
-    """
+    """An evaluation that all ranks can agree to cut short, so that a stop need not wait for its end."""
 
     def __init__(self, manager: CheckpointManager, world_size: int) -> None:
         self._manager, self._world_size = manager, world_size
+        # States of generators when the present evaluation began; None if none runs that may be cut short.
         self.before: dict[str, Any] | None = None
+        # States after an evaluation that was repeated, until the training loop sets them again.
         self.after: dict[str, Any] | None = None
 
     def begin(self, *, can_be_repeated: bool) -> None:
-        """Begin an evaluation.
-
-        Args:
-            can_be_repeated: The position in the data is known, and this step is not saved yet. Otherwise a resumed run
-                would not know that the evaluation is due.
-        """
+        """Begin an evaluation, which is cut short only where a resumed run would know that it is due."""
         self._manager.pause()
         if can_be_repeated:
             self.before = rng.state(self._world_size)
 
     def step(self) -> None:
-        """Evaluate a batch; called by every rank.
-
-        Raises:
-            EvaluationCutShort: All ranks have agreed to stop.
-        """
+        """Evaluate a batch; called by every rank. Raises EvaluationCutShort once all ranks have agreed to stop."""
         self._manager.pause()
         if self.before is not None and self._manager.agree_to_stop():
             raise EvaluationCutShort

@@ -37,10 +37,14 @@ _STREAM_PATIENCE_S = 1.0
 class TrainingData:
     """The data of one training, and the position in it.
 
-    Attributes:
-        layout: How steps were divided when the run began.
-        cursor: The position in the trainer's own loader; None if it cannot be followed, or before the loader is made.
-        stream: What reads a seekable stream; None without one.
+    Args:
+        manager: Saves the position.
+        args: The trainer's `TrainingArguments`.
+        layout: How steps are divided if the run begins now.
+        ranks: How the ranks share samples.
+        beginning: State of a seekable stream at the beginning of an epoch; None for other data.
+        shuffle_samples: See `StreamBatches`.
+        uneven: Whether ranks may have different numbers of samples in a step.
     """
 
     def __init__(
@@ -54,23 +58,15 @@ class TrainingData:
         shuffle_samples: int | None = None,
         uneven: bool = False,
     ) -> None:
-        """Begin without a loader.
-
-        Args:
-            manager: Saves the position.
-            args: The trainer's `TrainingArguments`.
-            layout: How steps are divided if the run begins now.
-            ranks: How the ranks share samples.
-            beginning: State of a seekable stream at the beginning of an epoch; None for other data.
-            shuffle_samples: Samples of the stream that are shuffled at a time; None keeps its order.
-            uneven: Whether ranks may have different numbers of samples in a step.
-        """
         self._dealing: Dealing | None = None
         self._uneven = uneven and beginning is None
         self._manager, self._args, self._ranks = manager, args, ranks
+        # How steps were divided when the run began.
         self.layout = layout
         self._beginning, self._shuffle_samples = beginning, shuffle_samples
+        # The position in the trainer's own loader; None if it cannot be followed, or before the loader is made.
         self.cursor: LoaderCursor | None = None
+        # What reads a seekable stream; None without one.
         self.stream: StreamDataLoader | None = None
         self._stream_position: StreamPosition | None = None
         self._uneven_samples = 0
@@ -101,11 +97,7 @@ class TrainingData:
         self._dealing, self.layout = dealing, replace(self.layout, world_size=dealing.virtual_ranks)
 
     def fit(self, batch_size: int) -> StepLayout | None:
-        """Divide the samples of a step among the ranks that there are; None keeps the configured layout.
-
-        Raises:
-            CheckpointError: A run whose number of ranks changes by itself cannot share them equally.
-        """
+        """Divide the samples of a step among the ranks that there are; None keeps the configured layout."""
         if self._dealing is not None:
             return StepLayout(
                 self._ranks.count, self.layout.batch_size, self._dealing.largest * self.layout.accumulation
@@ -123,20 +115,7 @@ class TrainingData:
     def resume(
         self, point: LoadedCheckpoint, record: JobRecord, job: Mapping[str, Any], batch_size: int
     ) -> StepLayout | None:
-        """Prepare for the loader of a resumed run.
-
-        Args:
-            point: The checkpoint.
-            record: What it says of its job.
-            job: This job, see `job_of`.
-            batch_size: Samples per micro-batch and rank, as configured.
-
-        Returns:
-            See `fit`.
-
-        Raises:
-            CheckpointError: The checkpoint is of another job, or its data was read in another way.
-        """
+        """Prepare for the loader of a resumed run of the same job, and return what `fit` returns."""
         self._stream_position = record.stream
         if (record.stream is not None) != self.is_stream:
             before, now = ("not streamed", "is streamed") if self.is_stream else ("streamed", "is not")
@@ -154,12 +133,7 @@ class TrainingData:
         self._manager.forget_positions()
 
     def follow(self, loader: Any, batch_size: int, point: LoadedCheckpoint | None) -> Any:
-        """Follow the trainer's own loader, which is changed in place; returns it.
-
-        Raises:
-            CheckpointError: The checkpoint's steps have another number of samples, or the loader's order cannot be
-                divided differently.
-        """
+        """Follow the trainer's own loader, which is changed in place; returns it."""
         args = self._args
         now = StepLayout(self._ranks.count, batch_size, args.gradient_accumulation_steps, self._uneven_samples)
         now = now if self._dealing is None else self.layout
@@ -182,11 +156,7 @@ class TrainingData:
     def read_stream(
         self, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, point: LoadedCheckpoint | None
     ) -> StreamDataLoader:
-        """Make the loader of a seekable stream.
-
-        Raises:
-            CheckpointError: The checkpoint's steps have another number of samples, or the stream another order.
-        """
+        """Make the loader of a seekable stream."""
         args = self._args
         check_samples_per_step(point, batch_size * args.gradient_accumulation_steps * self._ranks.count)
         batches = StreamBatches(
@@ -212,16 +182,9 @@ class TrainingData:
     def resume_position(
         self, point: LoadedCheckpoint | None, by_steps: tuple[int, int], steps_per_epoch: int
     ) -> tuple[int, int]:
-        """Set the loader to a checkpoint's position.
+        """Set the loader to a checkpoint's position; return the epoch, and the number of its batches to skip.
 
-        Args:
-            point: The checkpoint; None if nothing is resumed.
-            by_steps: What is returned where no position is known: the epoch and the number of its batches to skip, as
-                the Trainer derives them from the number of steps.
-            steps_per_epoch: Optimizer steps in one epoch.
-
-        Raises:
-            InvalidCheckpoint: The position cannot be parsed.
+        The Trainer derives both from the number of steps, which counts where no position is known.
         """
         if point is None or self.cursor is None or self._args.ignore_data_skip:
             return by_steps

@@ -34,13 +34,7 @@ _KEY = "virtual ranks"
 
 
 class ExactSteps:
-    """The steps of one training, computed by virtual ranks.
-
-    Args:
-        dealing: Which virtual ranks this rank computes.
-        seed: What they draw depends on it.
-        on_host: Keep partial sums in the host's memory.
-    """
+    """The steps of one training, computed by virtual ranks; `on_host` keeps partial sums in the host's memory."""
 
     def __init__(self, dealing: Dealing, seed: int, *, on_host: bool = False) -> None:
         self.dealing, self._seed, self._on_host = dealing, seed, on_host
@@ -74,12 +68,7 @@ class ExactSteps:
     def compute(self, trainer: Any, model: Any, step: int, inputs: Any, compute: Any) -> torch.Tensor:
         """Compute the next micro-batch; return the step's loss, of all virtual ranks, with the last one.
 
-        Args:
-            trainer: The trainer.
-            model: As the Trainer has wrapped it.
-            step: Number of the step.
-            inputs: The micro-batch.
-            compute: Computes loss and gradients, and returns the loss.
+        `compute` computes loss and gradients of a micro-batch, and returns the loss.
         """
         place = self._plan.pop(0)
         if self._gradients is None:
@@ -164,11 +153,7 @@ class ExactMixin:
     _options: ResilientOptions
 
     def _begin_exact(self, session: TrainCall, start: Start) -> None:
-        """Set up the virtual ranks of a training that is about to begin, or to continue.
-
-        Raises:
-            CheckpointError: The checkpoint was made with another number, or there are more ranks.
-        """
+        """Set up the virtual ranks of a training that is about to begin, or to continue with the same number."""
         ranks, record = DataRanks.of(self), start.record
         before = None
         if record is not None and start.step > 0:
@@ -216,8 +201,7 @@ class ExactMixin:
         """Return what a micro-batch adds of a step's loss that is known."""
         if self._exact is not None:
             return self._exact.once(loss)
-        count: int = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
-        return loss / count
+        return loss / self.current_gradient_accumulation_steps  # type: ignore[attr-defined,no-any-return]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss that is scaled by the number of virtual ranks, where it would be by that of processes."""
@@ -274,11 +258,7 @@ class ExactMixin:
 
 
 def check_exact(trainer: Any) -> None:
-    """Check that a trainer's steps can be computed by virtual ranks.
-
-    Raises:
-        CheckpointError: It shards the model, or its samples depend on the number of ranks; the message names what.
-    """
+    """Refuse a trainer that shards the model, or whose samples depend on the number of ranks (CheckpointError)."""
     reasons = {
         "FSDP": trainer.is_fsdp_enabled,
         "DeepSpeed": trainer.is_deepspeed_enabled,

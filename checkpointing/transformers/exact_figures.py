@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler
 # A running total, where TRL's other figures are lists of which it logs the mean.
 _TOTAL = "num_tokens"
 
-# Returns every rank's value of its argument, by rank.
+# Returns the value of its argument on every rank that has measured other micro-batches, by rank.
 GatherObjects = Callable[[Any], list[Any]]
 # In place of an accelerator's: returns what is given instead of what all ranks give.
 GatherTensors = Callable[[Any], Any]
@@ -25,11 +25,7 @@ class Figures:
 
     TRL has what it measures gathered over the ranks, micro-batch by micro-batch, and keeps the results in lists. Here
     each rank measures its own, and in the end all have everyone's, in an order that is the same for any number of
-    ranks.
-
-    Args:
-        trainer: One of TRL's.
-        mode: `train` or `eval`.
+    ranks. `mode` is `train` or `eval`.
     """
 
     def __init__(self, trainer: Any, mode: str) -> None:
@@ -43,10 +39,9 @@ class Figures:
 
     @contextlib.contextmanager
     def of(self, place: tuple[int, ...] | None) -> Iterator[None]:
-        """Take what is measured meanwhile out of the trainer's lists.
+        """Take what is measured meanwhile out of the trainer's lists, for a place in the order of all micro-batches.
 
-        Args:
-            place: Of the micro-batch in the order of all; None for one that does not count.
+        None is that of a micro-batch that does not count.
         """
         trainer, figures = self._trainer, self._trainer._metrics[self._mode]
         tokens = trainer._total_train_tokens
@@ -65,9 +60,7 @@ class Figures:
     def merge(self, gather: GatherObjects, below: int | None = None) -> None:
         """Give the trainer what all ranks have measured; every rank calls it.
 
-        Args:
-            gather: Over the ranks that have measured other micro-batches than this one.
-            below: The number from which on micro-batches are repetitions, so that each rank had equally many.
+        From `below` on, micro-batches are repetitions, so that each rank had equally many.
         """
         trainer, figures = self._trainer, self._trainer._metrics[self._mode]
         found = itertools.chain(*(mine.items() for mine in gather(self._found)))
@@ -81,14 +74,7 @@ class Figures:
 
 
 class EvaluationFigures:
-    """The figures of one evaluation, or prediction.
-
-    Args:
-        trainer: One of TRL's.
-        loader: Gives this rank its batches.
-        rank: Number of this rank.
-        world_size: Number of ranks.
-    """
+    """The figures of one evaluation, or prediction."""
 
     def __init__(self, trainer: Any, loader: Any, rank: int, world_size: int) -> None:
         self._figures, self._num_batches = Figures(trainer, "eval"), 0
@@ -110,10 +96,9 @@ class EvaluationFigures:
 
 
 def fill_last_batch(loader: Any) -> None:
-    """Have an evaluation's last batch filled up, as accelerate does it wherever there are several ranks.
+    """Have the last batch of a single rank's evaluation filled up, as accelerate does it where there are several.
 
-    Args:
-        loader: Of a single rank. One that accelerate has not prepared remains as it is.
+    A loader that accelerate has not prepared remains as it is.
     """
     base = loader.__dict__.get("base_dataloader")
     plain = getattr(base, "batch_sampler", None)
@@ -140,13 +125,7 @@ def altered(value: Any) -> Any:
 
 @contextlib.contextmanager
 def as_virtual_ranks(accelerator: Any, count: int, gather: GatherTensors | None = None) -> Iterator[None]:
-    """Have an accelerator say that there are so many processes.
-
-    Args:
-        accelerator: Of a trainer.
-        count: Number of processes.
-        gather: What it does instead of gathering from the ranks; None to gather.
-    """
+    """Have an accelerator say that there are `count` processes, and use `gather` instead of gathering, unless None."""
     cls = type(accelerator)
     members: dict[str, Any] = {"num_processes": property(lambda _: count)}
     if gather is not None:

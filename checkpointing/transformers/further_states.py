@@ -85,12 +85,9 @@ def export_states(callbacks: Iterable[Any]) -> dict[str, Any]:
 
 
 def restore_states(callbacks: Iterable[Any], saved: Mapping[str, Any]) -> None:
-    """Restore callbacks in place, as the script may hold them; `saved` is what `export_states` returned.
+    """Restore callbacks in place, as the script may hold them, from what `export_states` returned.
 
-    `TrainerControl` is left out: it belongs to the loop.
-
-    Raises:
-        Exception: Of any kind, if `saved` is something else.
+    `TrainerControl` is left out: it belongs to the loop. Something else than states raises an exception of any kind.
     """
     callbacks = list(callbacks)
     for name, found in saved.items():
@@ -114,11 +111,8 @@ def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
     """Return digests of what could change without being saved, by name, to compare with those taken later.
 
     These are of attributes of the trainer and its callbacks: modules, tensors, generators, and of a script's own
-    callbacks also numbers, strings and small containers of those. This finds the common cases, not all of them.
-
-    Args:
-        trainer: A Hugging Face trainer.
-        covered: `id` of each object that is saved.
+    callbacks also numbers, strings and small containers of those. This finds the common cases, not all of them. What
+    is saved is `covered`, by `id`.
     """
     found: dict[str, str] = {}
     saved = set(covered) | {id(trainer.model), id(trainer.model_wrapped)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,20 +35,14 @@ class StepGuard:
     On an accelerator, reading a figure of the step that has just ended would make the host wait for the device. So a
     step is judged one step later, unless its figures are at hand or it is about to be kept.
 
-    Attributes:
-        check_finite: Gradients are checked.
-        spikes: Detects loss spikes; None if the loss is not checked.
+    Args:
+        check_finite: Check the norm of the gradients.
+        spike_zscore: Number of robust standard deviations above the median from which a loss is a spike; None does not
+            check the loss.
+        world_size: Number of ranks whose losses are averaged.
     """
 
     def __init__(self, *, check_finite: bool = True, spike_zscore: float | None = None, world_size: int = 1) -> None:
-        """Choose what is checked.
-
-        Args:
-            check_finite: Check the norm of the gradients.
-            spike_zscore: Number of robust standard deviations above the median from which a loss is a spike; None
-                does not check the loss.
-            world_size: Number of ranks whose losses are averaged.
-        """
         self.check_finite = check_finite
         self.spikes = SpikeDetector(spike_zscore) if spike_zscore is not None else None
         self._world_size = world_size
@@ -77,7 +71,8 @@ class StepGuard:
     ) -> None:
         """Judge the previous step, and this one if its figures are at hand or it is kept.
 
-        Gradients are averaged over all ranks, and so is the loss here: all ranks come to the same result.
+        Gradients are averaged over all ranks, and so is the loss here: all ranks come to the same result, NonFinite or
+        LossSpike.
 
         Args:
             step: Number of the step that has just ended; may be passed twice, as at the end of an epoch.
@@ -86,10 +81,6 @@ class StepGuard:
             has_scaler: A gradient scaler is in use. It skips steps without finite gradients and continues with a
                 smaller scale; a fused optimizer skips them itself, which accelerate does not report.
             was_applied: The optimizer has not skipped the step.
-
-        Raises:
-            NonFinite: Gradients are NaN or infinite.
-            LossSpike: The loss stands out from those before it.
         """
         norm = whole(norm if norm is not None else self._own_norm)
         previous, loss = self._pending, self._take_loss()
@@ -144,21 +135,13 @@ class SkippedLoss:
     """The loss that stands in for a skipped step, so that the logged mean stays what it is."""
 
     def __init__(self) -> None:
-        """Begin without a known value."""
         self._known: tuple[int, torch.Tensor] | None = None
 
-    def of_step(
-        self, step: int, total: torch.Tensor, num_steps: int, history: Sequence[Mapping[str, Any]]
-    ) -> torch.Tensor:
-        """Return the stand-in; the same for all micro-batches of a step.
-
-        Args:
-            step: Steps done before the skipped one.
-            total: Losses added up since the last log entry.
-            num_steps: Number of steps in that sum; with none, the last logged loss is taken.
-            history: The Trainer's log entries.
-        """
+    def of_step(self, trainer: Any) -> torch.Tensor:
+        """Return the mean since the last log entry, or right after one its loss; the same for all micro-batches."""
+        step, total = trainer.state.global_step, trainer._tr_loss
         if self._known is None or self._known[0] != step:
-            logged = (entry["loss"] for entry in reversed(history) if "loss" in entry)
+            num_steps = step - trainer._globalstep_last_logged
+            logged = (entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry)
             self._known = (step, total / num_steps if num_steps else torch.full_like(total, next(logged, 0.0)))
         return self._known[1]

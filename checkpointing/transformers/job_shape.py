@@ -32,22 +32,14 @@ _WEIGHING = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "S
 
 
 def job_of(trainer_class: type, train_dataset: Any) -> dict[str, str | None]:
-    """Return what identifies a job, as far as the trainer knows.
-
-    Args:
-        trainer_class: Counts by the library's class that it derives from: the script may have made one of its own.
-        train_dataset: As the script passes it; trainers may drop rows when training begins.
-    """
+    """Return what identifies a job; trainers may drop rows of the script's data when training begins."""
+    # The script may have made a class of its own.
     library = next(base for base in trainer_class.__mro__ if base.__module__.startswith(_TRAINER_PACKAGES))
     return {"trainer": library.__name__, "training data": fingerprint(train_dataset)}
 
 
 def check_same_job(place: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compare two values of `job_of`; what either of them does not know is not compared.
-
-    Raises:
-        CheckpointError: They differ, and the user has not allowed changes.
-    """
+    """Compare two values of `job_of`; what either of them does not know is not compared."""
     if rank_settings().allow_changes:
         return
     other = [key for key, value in before.items() if value is not None and now.get(key) not in (None, value)]
@@ -64,13 +56,7 @@ def check_same_job(place: str, before: Mapping[str, Any], now: Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DataRanks:
-    """The data parallel ranks. With tensor parallelism, all ranks of a group are one: they compute the same samples.
-
-    Attributes:
-        rank: Number of this one.
-        count: How many there are.
-        group_size: Ranks that are one.
-    """
+    """The data parallel ranks. With tensor parallelism, all ranks of a group are one: they compute the same samples."""
 
     rank: int = 0
     count: int = 1
@@ -108,11 +94,7 @@ def batch_shape(trainer: Any, shared_samples: int | None) -> BatchShape:
 
 
 def check_samples_per_step(point: LoadedCheckpoint | None, samples: int) -> None:
-    """Check that a step has as many samples as those before the checkpoint.
-
-    Raises:
-        CheckpointError: It has more or fewer.
-    """
+    """Check that a step has as many samples as those before the checkpoint."""
     if point is None or point.step == 0:
         return
     before = point.samples_consumed // point.step
@@ -125,17 +107,10 @@ def check_samples_per_step(point: LoadedCheckpoint | None, samples: int) -> None
 
 
 def fit_layout(was: StepLayout, world_size: int, batch_size: int, *, uneven: bool = False) -> StepLayout | None:
-    """Divide the samples of a step among another number of ranks.
+    """Divide the samples of a step among another number of ranks than there was when the run began.
 
-    Args:
-        was: The layout when the run began.
-        world_size: Number of ranks now.
-        batch_size: Samples per micro-batch and rank, as configured.
-        uneven: Whether some ranks may have fewer samples than others.
-
-    Returns:
-        The layout with the largest micro-batches that are no larger than before, and than configured. None if the
-        number of ranks is the same, or they cannot share a step's samples equally, and may not do so unevenly.
+    The micro-batches are the largest that are no larger than before, and than configured (`batch_size`). None if the
+    number of ranks is the same, or they cannot share a step's samples equally, and may not do so unevenly.
     """
     share, rest = divmod(was.samples_per_step, world_size)
     if was.world_size == world_size or (rest and not uneven):
@@ -193,11 +168,7 @@ def weighs_by_tokens(trainer: Any) -> bool:
 
 
 def without_labels(batch: Any) -> Any:
-    """Return a batch none of whose tokens counts.
-
-    Raises:
-        KeyError: It has no labels, so that this cannot be said.
-    """
+    """Return a batch none of whose tokens counts; one without labels cannot say so (KeyError)."""
     if not any(name in batch for name in _LABELS):
         raise KeyError(f"a batch needs labels, and has {', '.join(map(str, batch))}")
     for name in _LABELS:

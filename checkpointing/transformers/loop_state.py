@@ -29,11 +29,7 @@ _LAYOUT = ("world_size", "batch_size", "accumulation")
 
 
 def checked_directory(point: LoadedCheckpoint) -> str:
-    """Check what the Trainer reads without checks; return the directory to read it from.
-
-    Raises:
-        InvalidCheckpoint: `trainer_state.json` is missing or cannot be parsed.
-    """
+    """Check what the Trainer reads without checks (InvalidCheckpoint); return the directory to read it from."""
     state = point.json(TRAINER_STATE_NAME)
     with point.reading(TRAINER_STATE_NAME):
         read = TrainerState(**state)
@@ -86,16 +82,12 @@ def evaluated_metrics(state: TrainerState) -> dict[str, float]:
 
 @dataclass
 class LoopFigures:
-    """Figures that the Trainer passes along as arguments, or counts per process instead of per run.
+    """Figures that the Trainer passes along as arguments, or counts per process instead of per run."""
 
-    Attributes:
-        grad_norm: Of the last step, for a log entry at the epoch's end; at first that of the checkpoint.
-        learning_rate: Likewise.
-        loss_since: The loss that the Trainer adds up is that of the steps from here on.
-    """
-
+    # Both of the last step, for a log entry at the epoch's end; at first those of the checkpoint.
     grad_norm: torch.Tensor | float | None = None
     learning_rate: float | None = None
+    # The loss that the Trainer adds up is that of the steps from here on.
     loss_since: int = 0
 
     def update(self, grad_norm: Any, learning_rate: Any) -> None:
@@ -113,29 +105,22 @@ class LoopFigures:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What all ranks must know of a checkpoint before the data loader is made; in rank 0's loop state.
+    """What all ranks must know of a checkpoint before the data loader is made; in rank 0's loop state."""
 
-    Attributes:
-        layout: How steps were divided when the run began.
-        job: What identified the job, see `job_of`.
-        stream: Position in a stream; None if the data was not streamed.
-        ended: A callback has ended training.
-        run_name: What trackers call the run.
-    """
-
+    # How steps were divided when the run began.
     layout: StepLayout | None = None
+    # See `job_of`.
     job: Mapping[str, Any] = field(default_factory=dict)
+    # None if the data was not streamed.
     stream: StreamPosition | None = None
+    # By a callback.
     ended: bool = False
+    # What trackers call the run.
     run_name: str | None = None
 
     @classmethod
     def read(cls, point: LoadedCheckpoint) -> JobRecord | None:
-        """Read a checkpoint's record; None if it has none.
-
-        Raises:
-            InvalidCheckpoint: The file cannot be parsed.
-        """
+        """Read a checkpoint's record; None if it has none."""
         name = loop_state_name(0)
         if not point.has(name):
             return None
@@ -153,29 +138,22 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class LoopState:
-    """The loop's variables of one rank, with the record of the job.
+    """The loop's variables of one rank, with the record of the job."""
 
-    Attributes:
-        tr_loss: Losses added up since the last log entry; read from the device by `to_bytes`.
-        last_logged: Step of the last log entry.
-        figures: Of the loop; the norm is read from the device by `to_bytes`, too.
-        record: Of the job; not filled in by `read`.
-        evaluation_due: An evaluation was cut short, and is repeated by the resumed run.
-        flos: Floating point operations since the Trainer stored them, which it does at saves only.
-        total_loss: Losses added up by the Trainer.
-        recent_losses: By which the next loss is judged; None if losses are not checked.
-        metrics: TRL's values since the last log entry, by name; None for trainers without them.
-        train_tokens: Tokens that TRL has counted.
-    """
-
+    # Losses added up since the last log entry, and its step.
     tr_loss: torch.Tensor | float
     last_logged: int
     figures: LoopFigures = field(default_factory=LoopFigures)
+    # Not filled in by `read`.
     record: JobRecord = JobRecord()
+    # An evaluation was cut short, and is repeated by the resumed run.
     evaluation_due: bool = False
+    # Floating point operations since the Trainer stored them, which it does at saves only.
     flos: float = 0
     total_loss: float = 0.0
+    # None if losses are not checked.
     recent_losses: Sequence[float] | None = None
+    # TRL's values since the last log entry, by name; None for trainers without them.
     metrics: Mapping[str, list[float]] | None = None
     train_tokens: float = 0
 
@@ -229,9 +207,6 @@ class LoopState:
 
         The losses that the checkpoint's ranks had added up are divided among the ranks that there are now, so that the
         mean over the ranks stays the same.
-
-        Raises:
-            InvalidCheckpoint: The file cannot be parsed.
         """
         name = next(filter(point.has, map(loop_state_name, (rank, 0))), None)
         if name is None:

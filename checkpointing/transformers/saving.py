@@ -53,23 +53,17 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class SavingMixin(_Base):
-    """Saves and restores through a `CheckpointManager` in place of the Trainer's own files.
+    """Saves and restores through a `CheckpointManager` in place of the Trainer's own files."""
 
-    Attributes:
-        _manager: Of the present training.
-        _session: Likewise.
-        _options: Of `resilient`.
-        _adapter: What is saved of a PEFT model; None for other models.
-        _notices: Calls the callbacks' `on_save`.
-        _staging: Where a script's overrides of saving methods write.
-    """
-
+    # Both of the present training.
     _manager: CheckpointManager
     _session: TrainCall
     _options: ResilientOptions
+    # What is saved of a PEFT model; None for other models.
     _adapter: Adapter | None
     _notices: CommitNotices
-    _staging: Staging
+    # Where a script's overrides of saving methods write; None if none runs now.
+    _staging: str | None = None
 
     def _track(self) -> None:
         """Pass the manager what is saved; the Trainer replaces some of it as training begins."""
@@ -94,7 +88,7 @@ class SavingMixin(_Base):
     # -- saving --------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self._staging.folder is not None:
+        if self._staging is not None:
             # The script's override calls it a second time.
             super()._save_checkpoint(model, trial)
             return
@@ -102,11 +96,29 @@ class SavingMixin(_Base):
             return
         added: dict[str, bytes] = {}
         if overrides_saving(type(self)):
-            opened = self._staging.opened(self.args, self.state, self._manager.scratch)
-            with outside_steps(self), opened as folder:
+            with outside_steps(self), self._staged() as folder:
                 super()._save_checkpoint(model, trial)
                 added = added_files(folder)
         self._snapshot(commit=True, added=added)
+
+    @contextlib.contextmanager
+    def _staged(self) -> Iterator[Path]:
+        """Direct what the trainer writes into a folder that is never resumed from, and take back what it changes.
+
+        Yields the folder of the checkpoint. It exists on all ranks, as those that write nothing may look into it, too.
+        """
+        args, state = self.args, self.state
+        callbacks, output_dir = state.stateful_callbacks, args.output_dir
+        with tempfile.TemporaryDirectory(prefix="checkpoint-staging-", dir=self._manager.scratch) as folder:
+            self._staging = args.output_dir = folder
+            checkpoint = Path(folder, f"checkpoint-{state.global_step}")
+            checkpoint.mkdir()
+            state.stateful_callbacks = copy.deepcopy(callbacks)
+            try:
+                yield checkpoint
+            finally:
+                self._staging, args.output_dir = None, output_dir
+                state.stateful_callbacks = callbacks
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; a callback may ask for it in the middle of training."""
@@ -114,33 +126,30 @@ class SavingMixin(_Base):
             return super().evaluation_loop(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
-        return self._staging.folder or str(super()._get_output_dir(trial))
+        return self._staging or str(super()._get_output_dir(trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._staging.folder is None:
+        if self._staging is None:
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_scaler(self, output_dir: str) -> None:
-        if self._staging.folder is None:
+        if self._staging is None:
             super()._save_scaler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self._staging.folder is None:
+        if self._staging is None:
             super()._save_rng_state(output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._staging.folder is None:
+        if self._staging is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _snapshot(self, *, commit: bool, added: Mapping[str, bytes] | None = None) -> None:
         """Take a snapshot of the present step, unless there is one that is as durable.
 
         Args:
-            commit: Commit it to storage.
+            commit: Commit it to storage. Where training stops on request, Preempted is raised then.
             added: Further files of this rank, by name.
-
-        Raises:
-            Preempted: Training stops on request, and the snapshot is committed.
         """
         manager, session, step = self._manager, self._session, self.state.global_step
         if not manager.wants(step, commit=commit):
@@ -158,13 +167,7 @@ class SavingMixin(_Base):
         shared: dict[str, SmallFile] = {}
         if self.args.local_process_index == 0:
             if not manager.static_files:
-                manager.static_files = configuration_files(
-                    self.model,
-                    self.processing_class,
-                    manager.scratch,
-                    is_adapter=self._adapter is not None,
-                    is_fsdp=self.is_fsdp_enabled,
-                )
+                manager.static_files = configuration_files(self)
             shared[TRAINER_STATE_NAME] = state_file(self.state)
         # The best step is loaded at the end: like the last one, it must not be skipped because memory is busy.
         is_best = self.args.load_best_model_at_end and commit and step == self.state.best_global_step
@@ -289,38 +292,6 @@ def overrides_saving(cls: type) -> bool:
 
 def added_files(folder: Path) -> dict[str, bytes]:
     """Return the files in a folder, by their path in it, that a checkpoint would not hold by itself."""
-    if not folder.is_dir():
-        return {}
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
     names = ((path.relative_to(folder).as_posix(), path) for path in paths)
     return {name: path.read_bytes() for name, path in names if not _STOCK_FILES.fullmatch(name)}
-
-
-class Staging:
-    """A folder in which the trainer's own methods write a checkpoint that is never resumed from.
-
-    Attributes:
-        folder: Of the save that runs now; None if none does.
-    """
-
-    def __init__(self) -> None:
-        self.folder: str | None = None
-
-    @contextlib.contextmanager
-    def opened(self, args: Any, state: Any, scratch: Path) -> Iterator[Path]:
-        """Direct what the trainer writes into a folder in `scratch`, and take back what it changes in `state`.
-
-        Yields:
-            The folder of the checkpoint. It exists on all ranks, as those that write nothing may look into it, too.
-        """
-        callbacks, output_dir = state.stateful_callbacks, args.output_dir
-        with tempfile.TemporaryDirectory(prefix="checkpoint-staging-", dir=scratch) as folder:
-            self.folder = args.output_dir = folder
-            checkpoint = Path(folder, f"checkpoint-{state.global_step}")
-            checkpoint.mkdir()
-            state.stateful_callbacks = copy.deepcopy(callbacks)
-            try:
-                yield checkpoint
-            finally:
-                self.folder, args.output_dir = None, output_dir
-                state.stateful_callbacks = callbacks

@@ -93,11 +93,7 @@ TRL = Seam(
 
 
 def check_libraries(trainer: Any) -> None:
-    """Check the private names that a trainer's training needs.
-
-    Raises:
-        CheckpointError: A library has changed one; the message names it, and the versions that were tried.
-    """
+    """Check the private names that a trainer's training needs (CheckpointError where a library has changed one)."""
     TRANSFORMERS.check()
     ACCELERATE.check()
     # Only those of trainers that are used: their modules are slow to import.

@@ -15,11 +15,11 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils as integrations
 
 logger = logging.getLogger("checkpointing")
@@ -37,14 +37,9 @@ _Base: Any = TrainerCallback if TYPE_CHECKING else object
 
 
 def continue_trackers(callbacks: list[Any], run: str) -> bool:
-    """Make the trackers among `callbacks` continue one run of theirs; other callbacks are left alone.
+    """Make the trackers among `callbacks` continue one run of theirs, and return whether there are any.
 
-    Args:
-        callbacks: The trainer's callbacks; trackers are changed in place.
-        run: Name of the run, the same in all attempts: letters and digits.
-
-    Returns:
-        Whether there are any trackers.
+    The run's name is the same in all attempts, and of letters and digits.
     """
     found = False
     for callback in callbacks:
@@ -65,43 +60,35 @@ class _Continued(_Base):
     # Steps of each name that the tracker has; None if unknown, so that everything is logged.
     _held: _Held | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the run, and log what it is missing."""
         self._held = None
-        if not state.is_world_process_zero or state.is_hyper_param_search:
-            super().on_train_begin(args, state, control, **kwargs)
-            return
-        self._prepare(args, state)
+        logs_here = state.is_world_process_zero and not state.is_hyper_param_search
+        if logs_here:
+            self._prepare(args, state)
         super().on_train_begin(args, state, control, **kwargs)
+        if not logs_here:
+            return
         try:
-            self._held = self._find_held(args, state)
+            self._held = self._find_held()
         except Exception as error:  # the tracker's own
             logger.warning(
                 "%s: reading the tracker's entries failed: %s; all entries are logged", type(self).__name__, error
             )
         if self._held is not None:
             for entry in state.log_history:
-                self.on_log(args, _at(state, entry["step"]), control, logs=dict(entry), **kwargs)
+                then = copy.copy(state)
+                then.global_step = entry["step"]
+                self.on_log(args, then, control, logs=dict(entry), **kwargs)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Log the values that the tracker does not have."""
         logs = {name: value for name, value in (logs or {}).items() if name != "step"}
         if self._held is not None:
-            step = state.global_step
-            logs = {
-                name: value
-                for name, value in logs.items()
-                if name in _IN_EVERY_ENTRY or not self._holds(name, step, value)
-            }
+            known = {name for name, value in logs.items() if self._holds(name, state.global_step, value)}
+            logs = {name: value for name, value in logs.items() if name in _IN_EVERY_ENTRY or name not in known}
             if not logs.keys() - _IN_EVERY_ENTRY:
                 return
         super().on_log(args, state, control, logs=logs, **kwargs)
@@ -118,7 +105,7 @@ class _Continued(_Base):
     def _prepare(self, args: TrainingArguments, state: TrainerState) -> None:
         raise NotImplementedError
 
-    def _find_held(self, args: TrainingArguments, state: TrainerState) -> _Held | None:
+    def _find_held(self) -> _Held | None:
         raise NotImplementedError
 
 
@@ -141,7 +128,7 @@ class _TensorBoard(_Continued):
         purge = {} if self._is_new else {"purge_step": state.global_step + 1}
         self._SummaryWriter = functools.partial(writer, **purge)
 
-    def _find_held(self, args: TrainingArguments, state: TrainerState) -> _Held | None:
+    def _find_held(self) -> _Held | None:
         return {} if self._is_new else None
 
 
@@ -165,7 +152,7 @@ class _Wandb(_Continued):
             resume = os.environ.get("WANDB_RESUME") or "allow"
             self._wandb = _Module(wandb, init=functools.partial(wandb.init, id=run, resume=resume))
 
-    def _find_held(self, args: TrainingArguments, state: TrainerState) -> _Held | None:
+    def _find_held(self) -> _Held | None:
         run = self._wandb.run
         if run.id not in self._opened:
             return None  # the script has opened it
@@ -196,13 +183,9 @@ class _Trackio(_Continued):
     def _prepare(self, args: TrainingArguments, state: TrainerState) -> None:
         trackio = _own(self._trackio)
         name = args.run_name or self.run_name
+        self._trackio = _Module(trackio, init=lambda **options: trackio.init(**options | {"name": name}))
 
-        def init(**options: Any) -> Any:
-            return trackio.init(**options | {"name": name})
-
-        self._trackio = _Module(trackio, init=init)
-
-    def _find_held(self, args: TrainingArguments, state: TrainerState) -> _Held | None:
+    def _find_held(self) -> _Held | None:
         from trackio.sqlite_storage import SQLiteStorage
 
         context = self._trackio.context_vars
@@ -210,8 +193,7 @@ class _Trackio(_Continued):
             return None
         held: dict[str, set[int]] = {}
         for row in SQLiteStorage.get_logs(context.current_project.get(), context.current_run.get().name):
-            if _STEP in row:
-                _note(held, row, int(row[_STEP]))
+            _note(held, row)
         return dict(held)
 
 
@@ -239,14 +221,14 @@ class _MLflow(_Continued):
                 run = client.create_run(place, tags=tags, run_name=args.run_name).info.run_id
         else:
             self._resumed = run
-        replaced: dict[str, Any] = {"start_run": functools.partial(_start_mlflow, mlflow, run)}
+        replaced: dict[str, Any] = {"start_run": lambda nested=False, **_: mlflow.start_run(run_id=run, nested=nested)}
         if self._resumed is not None:
             # The parameters are those of the first attempt, and the server refuses others.
             replaced["log_params"] = lambda *args, **kwargs: None
         self._initialized = False
         self._ml_flow = _Module(mlflow, **replaced)
 
-    def _find_held(self, args: TrainingArguments, state: TrainerState) -> _Held | None:
+    def _find_held(self) -> _Held | None:
         if not isinstance(self._ml_flow, _Module):
             return None
         held: dict[str, set[int]] = {}
@@ -284,19 +266,11 @@ def _own(module: Any) -> Any:
     return module.module if isinstance(module, _Module) else module
 
 
-def _start_mlflow(mlflow: Any, run: str, *, nested: bool = False, **options: Any) -> Any:
-    return mlflow.start_run(run_id=run, nested=nested)
-
-
-def _at(state: TrainerState, step: int) -> TrainerState:
-    then = copy.copy(state)
-    then.global_step = step
-    return then
-
-
-def _note(held: dict[str, set[int]], names: Iterable[str], step: int) -> None:
-    for name in names:
-        held.setdefault(name, set()).add(step)
+def _note(held: dict[str, set[int]], row: dict[str, Any]) -> None:
+    """Add the names of an entry, which has the Trainer's step unless the script itself has logged it."""
+    if _STEP in row:
+        for name in row:
+            held.setdefault(name, set()).add(int(row[_STEP]))
 
 
 def _held_in_files(folder: Path, run: str, besides: Path) -> tuple[_Held, int]:
@@ -307,8 +281,7 @@ def _held_in_files(folder: Path, run: str, besides: Path) -> tuple[_Held, int]:
         if path.samefile(besides):
             continue
         for row in _wandb_rows(path):
-            if _STEP in row:
-                _note(held, row, int(row[_STEP]))
+            _note(held, row)
             rows = max(rows, int(row.get("_step", -1)) + 1)
     return dict(held), rows
 

@@ -32,53 +32,39 @@ _ID_LENGTH = 16
 
 @dataclass(frozen=True)
 class ResilientOptions:
-    """Options of `resilient`, as far as training needs them.
-
-    Attributes:
-        states: Further objects that are saved, by name.
-        divisor: Number of parts into which each micro-batch is cut.
-        saves_by_price: Commits are made when they are worth their price, not when the Trainer wants to save.
-        check_finite: See `StepGuard`.
-        spike_zscore: See `StepGuard`.
-        seekable_stream: The data is read by the stream's own state.
-        shuffle_samples: See `StreamBatches`.
-        virtual_ranks: Number of virtual ranks; 0 for none.
-        on_host: Keep sums of virtual ranks' gradients in the host's memory.
-    """
+    """Options of `resilient`, as far as training needs them."""
 
     states: Mapping[str, Any] = field(default_factory=dict)
+    # Number of parts into which each micro-batch is cut.
     divisor: int = 1
+    # Commits are made when they are worth their price, not when the Trainer wants to save.
     saves_by_price: bool = False
     check_finite: bool = True
     spike_zscore: float | None = None
     seekable_stream: bool = False
     shuffle_samples: int | None = None
+    # 0 for none.
     virtual_ranks: int = 0
+    # Keep sums of virtual ranks' gradients in the host's memory.
     on_host: bool = False
 
 
 @dataclass
 class Start:
-    """Where a training starts: this run's newest checkpoint, a checkpoint of another run, or the beginning.
+    """Where a training starts: this run's newest checkpoint, a checkpoint of another run, or the beginning."""
 
-    Attributes:
-        point: A checkpoint of this library; None at the beginning, and for a stock Trainer's checkpoint.
-        folder: What `Trainer.train` gets as `resume_from_checkpoint`.
-        run_name: What trackers call the run: letters and digits.
-        is_supervised: A supervisor knows the run's name, so that checkpoints need not hold it.
-        record: What the checkpoint says of its job.
-        pending: `point`, until the first batch of the resumed run is drawn.
-    """
-
+    # A checkpoint of this library; None at the beginning, and for a stock Trainer's checkpoint.
     point: LoadedCheckpoint | None = None
+    # What `Trainer.train` gets as `resume_from_checkpoint`.
     folder: str | bool | None = None
+    # What trackers call the run: letters and digits. Where a supervisor knows it, checkpoints need not hold it.
     run_name: str = ""
     is_supervised: bool = False
+    # What the checkpoint says of its job.
     record: JobRecord | None = None
-    pending: LoadedCheckpoint | None = None
 
     def __post_init__(self) -> None:
-        """Everything of the point is still to be restored."""
+        # Until the first batch of the resumed run is drawn.
         self.pending = self.point
 
     @property
@@ -105,9 +91,6 @@ def choose_start(restoring: Restoring, args: Any, asked: str | bool | None, line
         args: The trainer's `TrainingArguments`.
         asked: `resume_from_checkpoint` as the script passes it; counts while the run has no checkpoint of its own.
         lineage: A supervisor's name of the run, the same in every attempt; empty without a supervisor.
-
-    Raises:
-        CheckpointError: There are checkpoints, but none can be used.
     """
     # FSDP2 moves the model to the device only later.
     point = restoring.choose(on_device=args.device.type != "cpu")
@@ -146,23 +129,7 @@ def _step_of(folder: str | bool | None) -> int:
 
 @dataclass
 class TrainCall:
-    """The state of one training; another call of `train` gets a new one.
-
-    Attributes:
-        data: The loader, and the position in it.
-        guard: Judges steps before anything of them is kept.
-        evaluation: Lets evaluations be cut short.
-        throughput: Tokens per second.
-        start: Where training started.
-        figures: What the Trainer counts per process instead of per run.
-        skipped_loss: Stands in for the loss of skipped steps.
-        job: What identifies the job, see `job_of`.
-        has_trackers: A callback reports to a tracker.
-        due: What all ranks have agreed on for the step that has just ended.
-        stopping: All ranks have agreed to stop.
-        is_finalizing: The loop has ended.
-        uncovered: Digests of what could change without being saved, as training began; None once they were compared.
-    """
+    """The state of one training; another call of `train` gets a new one."""
 
     data: TrainingData
     guard: StepGuard
@@ -171,11 +138,16 @@ class TrainCall:
     start: Start = field(default_factory=Start)
     figures: LoopFigures = field(default_factory=LoopFigures)
     skipped_loss: SkippedLoss = field(default_factory=SkippedLoss)
+    # See `job_of`.
     job: Mapping[str, str | None] = field(default_factory=dict)
     has_trackers: bool = False
+    # What all ranks have agreed on for the step that has just ended.
     due: Due = field(default_factory=Due)
+    # All ranks have agreed to stop.
     stopping: bool = False
+    # The loop has ended.
     is_finalizing: bool = False
+    # Digests of what could change without being saved, as training began; None once they were compared.
     uncovered: dict[str, str] | None = None
 
     @classmethod

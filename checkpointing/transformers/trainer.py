@@ -22,7 +22,7 @@ from checkpointing.transformers.exact import ExactMixin
 from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead, stops_epoch
 from checkpointing.transformers.job_shape import DataRanks, batch_shape, cut_micro_batches, job_of
 from checkpointing.transformers.loop_state import LoopState
-from checkpointing.transformers.saving import SavingMixin, Staging
+from checkpointing.transformers.saving import SavingMixin
 from checkpointing.transformers.trackers import continue_trackers
 from checkpointing.transformers.train_call import ResilientOptions, Start, TrainCall, choose_start
 from checkpointing.transformers.wrapped_models import adapter_of, advance_schedule, skips_bad_steps
@@ -59,7 +59,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
             )
         self._beginning = beginning_of(self.train_dataset) if options.seekable_stream else None
         self._skipped = skipped_steps()
-        self._notices, self._staging = CommitNotices(self), Staging()
+        self._notices = CommitNotices(self)
         watch_callbacks(self)
         self._session = TrainCall.of(self, layout)
         self.add_callback(StepCallback(self))
@@ -69,11 +69,8 @@ class ResilientMixin(ExactMixin, SavingMixin):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does, from the newest checkpoint of this run.
 
-        Called again after training has ended, it is another stage with checkpoints of its own.
-
-        Args:
-            resume_from_checkpoint: Where to start while this run has no checkpoint.
-            kwargs: See `Trainer.train`.
+        Called again after training has ended, it is another stage with checkpoints of its own. `resume_from_checkpoint`
+        says where to start while this run has no checkpoint.
         """
         if self._manager.is_closed:
             self._manager = self._make_manager()
@@ -131,18 +128,37 @@ class ResilientMixin(ExactMixin, SavingMixin):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Report the mean loss of the run instead of the last process; load the best model of our checkpoints."""
-        session, manager = self._session, self._manager
-        session.is_finalizing = True
+        self._session.is_finalizing = True
         try:
-            with best_model_at_end(
-                self.args, self.state, self._load_best_of, manager.restoring.folder_of, stopping=session.stopping
-            ):
+            with self._best_model_at_end():
                 output = super()._finalize_training(*args, **kwargs)
         finally:
-            session.is_finalizing = False
+            self._session.is_finalizing = False
         return output._replace(training_loss=self._mean_loss())
 
+    @contextlib.contextmanager
+    def _best_model_at_end(self) -> Iterator[None]:
+        """Load the best model, and keep the Trainer from looking for folders of its own, and from removing some."""
+        args, state = self.args, self.state
+        if not args.load_best_model_at_end:
+            yield
+            return
+        # A run that stops on request is resumed later.
+        best = state.best_global_step if not self._session.stopping else None
+        args.load_best_model_at_end = False
+        # It may be that of a stock Trainer's checkpoint that this run has started from.
+        state.best_model_checkpoint = None
+        try:
+            if best:
+                best = self._load_best_of(best)
+            yield
+        finally:
+            args.load_best_model_at_end = True
+            if best:
+                state.best_model_checkpoint = self._manager.restoring.folder_of(best)
+
     def _load_best_of(self, step: int) -> int | None:
+        """Load the weights of a step, or of the next best one that can be read; return which."""
         try:
             self._manager.wait_for_commit()
         except CommitFailed as error:
@@ -234,8 +250,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         session, step = self._session, self.state.global_step
         if step + 1 in self._skipped:
             # Without gradients the optimizer changes nothing.
-            num_steps, history = step - self._globalstep_last_logged, self.state.log_history
-            skipped: torch.Tensor = session.skipped_loss.of_step(step, self._tr_loss, num_steps, history)
+            skipped = session.skipped_loss.of_step(self)
             advance_schedule(self)
             return self._share_of(skipped)
         session.throughput.count(inputs)
@@ -268,6 +283,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
             was_applied=not self.accelerator.optimizer_step_was_skipped or not skips_bad_steps(self),
         )
         if control.should_evaluate:
+            # The position in the data is known, and this step is not saved yet.
             session.evaluation.begin(can_be_repeated=session.data.is_followed and self._manager.wants(step))
         try:
             super()._maybe_log_save_evaluate(
@@ -282,33 +298,3 @@ class ResilientMixin(ExactMixin, SavingMixin):
         # After logging and evaluation, as a save would be: what they change belongs to this step.
         if session.take_due().snapshot:
             self._snapshot(commit=False)
-
-
-@contextlib.contextmanager
-def best_model_at_end(
-    args: Any, state: Any, load: Callable[[int], int | None], folder_of: Callable[[int], str], *, stopping: bool
-) -> Iterator[None]:
-    """Load the best model, and keep the Trainer from looking for folders of its own, some of which it would remove.
-
-    Args:
-        args: The trainer's `TrainingArguments`.
-        state: Its `TrainerState`; its `best_model_checkpoint` is set at the end.
-        load: Loads the weights of a step; returns the step whose weights the model has then.
-        folder_of: Returns the location of a step's checkpoint.
-        stopping: Training stops on request and is resumed later: nothing is loaded.
-    """
-    if not args.load_best_model_at_end:
-        yield
-        return
-    best = state.best_global_step if not stopping else None
-    args.load_best_model_at_end = False
-    # It may be that of a stock Trainer's checkpoint that this run has started from.
-    state.best_model_checkpoint = None
-    try:
-        if best:
-            best = load(best)
-        yield
-    finally:
-        args.load_best_model_at_end = True
-        if best:
-            state.best_model_checkpoint = folder_of(best)

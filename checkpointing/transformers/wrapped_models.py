@@ -70,16 +70,6 @@ class RunningStatistics:
 # -- DeepSpeed (`TrainingArguments(deepspeed=...)`, or accelerate's plugin) ------------------------------------------
 
 
-def check_deepspeed(trainer: Any) -> None:
-    """Check that a trainer with DeepSpeed can be resumed.
-
-    Raises:
-        CheckpointError: It cannot; the message names the reason.
-    """
-    if trainer.is_deepspeed_enabled and not trainer.accelerator.state.deepspeed_plugin.zero_stage:
-        raise CheckpointError("DeepSpeed without ZeRO is not supported; set zero_optimization.stage to 1, 2 or 3")
-
-
 def tracked_model(trainer: Any) -> Any:
     """Return the engine, once the trainer has made it; otherwise the trainer's model."""
     return trainer.model_wrapped if is_engine(trainer.model_wrapped) else trainer.model
@@ -118,25 +108,15 @@ def advance_schedule(trainer: Any) -> None:
 # -- configurations --------------------------------------------------------------------------------------------------
 
 
-def configuration_files(
-    model: Any, processing_class: Any, scratch: Path, *, is_adapter: bool, is_fsdp: bool
-) -> dict[str, bytes]:
-    """Return a checkpoint's files of model and tokenizer that training does not change, by name.
-
-    Args:
-        model: The trainer's model.
-        processing_class: Its tokenizer or processor, if any.
-        scratch: Where a temporary folder may be made.
-        is_adapter: Only a PEFT adapter is saved.
-        is_fsdp: FSDP2 has put a class of its own in front of the model's.
-    """
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        if is_adapter:
-            _save_adapter_config(model, folder)
+def configuration_files(trainer: Any) -> dict[str, bytes]:
+    """Return what a checkpoint of a resilient trainer says of its model and tokenizer, as files by name."""
+    with tempfile.TemporaryDirectory(dir=trainer._manager.scratch) as folder:
+        if trainer._adapter is not None:
+            _save_adapter_config(trainer.model, folder)
         else:
-            _save_model_config(model, folder, is_fsdp=is_fsdp)
-        if processing_class is not None:
-            processing_class.save_pretrained(folder)
+            _save_model_config(trainer.model, folder, is_fsdp=trainer.is_fsdp_enabled)
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
@@ -152,6 +132,7 @@ def _save_adapter_config(model: Any, folder: str) -> None:
 def _save_model_config(model: Any, folder: str, *, is_fsdp: bool) -> None:
     config = getattr(model, "config", None)
     if config is not None:
+        # FSDP2 has put a class of its own in front of the model's.
         architecture = type(model).__bases__[1] if is_fsdp else type(model)
         config.architectures = [architecture.__name__]
         config.save_pretrained(folder)

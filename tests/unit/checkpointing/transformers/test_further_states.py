@@ -1,11 +1,25 @@
-"""What TRL's trainers and callbacks keep besides the model."""
+"""What TRL's trainers and callbacks keep besides the model, and what no checkpoint holds."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from checkpointing.transformers.further_states import Attributes, further_states, generates_ahead
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, TrainerControl
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from checkpointing.transformers.further_states import (
+    Attributes,
+    changed,
+    export_states,
+    further_states,
+    generates_ahead,
+    restore_states,
+    stops_epoch,
+    uncovered,
+)
 
 
 class SyncRefModelCallback:
@@ -70,3 +84,89 @@ def test_attributes_are_chosen_by_name() -> None:
 def test_several_callbacks_of_a_class_are_saved_each() -> None:
     one, other = Average(), Average()
     assert further_states(trainer(one, other)) == {"callback_Average": one, "callback_Average_2": other}
+
+
+# -- states of `ExportableState` callbacks, exported and restored in place ---------------------------------------------
+
+
+class Counter(TrainerCallback, ExportableState):
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"count": self.count}}
+
+
+def test_several_callbacks_of_one_class_keep_their_own_states() -> None:
+    stopping = EarlyStoppingCallback(early_stopping_patience=3)
+    stopping.early_stopping_patience_counter = 2
+    control = TrainerControl(should_save=True)
+    saved = export_states([Counter(1), stopping, Counter(2), TrainerCallback(), control])
+    assert saved.keys() == {"Counter", "EarlyStoppingCallback", "TrainerControl"}
+    again, counters, other_control = EarlyStoppingCallback(3), [Counter(), Counter()], TrainerControl()
+    restore_states([*counters, again, other_control, TrainerCallback()], saved)
+    assert again.early_stopping_patience_counter == 2
+    assert [counter.count for counter in counters] == [1, 2]
+    # It belongs to the loop.
+    assert not other_control.should_save
+
+
+def test_callbacks_that_came_or_went_are_passed_over() -> None:
+    counters = [Counter(), Counter(9)]
+    restore_states(counters, {"Counter": {"attributes": {"count": 5}}, "Gone": {"attributes": {"x": 1}}})
+    assert [counter.count for counter in counters] == [5, 9]
+
+
+def test_something_else_is_an_error() -> None:
+    with pytest.raises(AttributeError):
+        restore_states([Counter()], {"Counter": 3})
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_whether_the_epoch_was_to_end_is_known(stops: bool) -> None:
+    assert stops_epoch(export_states([TrainerControl(should_epoch_stop=stops)])) is stops
+    assert not stops_epoch({})
+
+
+# -- what no checkpoint holds ------------------------------------------------------------------------------------------
+
+
+class Own:
+    def __init__(self) -> None:
+        self.count, self.average, self.odd = 0, torch.zeros(2), object()
+        self.history: list[Any] = [1, {"a": None}]
+
+
+def holding(*callbacks: Any, **attributes: Any) -> Any:
+    model = torch.nn.Linear(1, 1)
+    handler = SimpleNamespace(callbacks=list(callbacks))
+    return SimpleNamespace(callback_handler=handler, model=model, model_wrapped=model, **attributes)
+
+
+def test_what_a_callback_of_the_script_changes_is_named() -> None:
+    own = Own()
+    subject = holding(own)
+    before = uncovered(subject, set())
+    own.count, own.odd = 1, object()
+    own.average += 1
+    own.history[1]["a"] = 2
+    assert changed(before, uncovered(subject, set())) == ["Own.average", "Own.count", "Own.history"]
+
+
+def test_what_is_saved_is_not_named() -> None:
+    own, stopping = Own(), EarlyStoppingCallback()
+    subject = holding(own, stopping)
+    before = uncovered(subject, {id(own)})
+    own.count, stopping.early_stopping_patience_counter = 1, 1
+    subject.model.weight.data.fill_(3.0)
+    assert changed(before, uncovered(subject, {id(own)})) == []
+
+
+def test_of_a_trainer_only_what_holds_tensors_counts() -> None:
+    subject = holding(teacher=torch.nn.Linear(2, 2), generator=torch.Generator(), count=0, _private=torch.zeros(1))
+    before = uncovered(subject, set())
+    subject.teacher.weight.data.fill_(1.0)
+    torch.rand((), generator=subject.generator)
+    subject.count, subject._private = 1, torch.ones(1)
+    names = changed(before, uncovered(subject, set()))
+    assert names == ["SimpleNamespace.generator", "SimpleNamespace.teacher"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,21 +138,26 @@ def test_recent_losses_survive_a_restart() -> None:
     StepGuard().restore_losses([1.0])
 
 
+def trainer(step: int, total: torch.Tensor, last_logged: int, history: list[dict[str, float]]) -> Any:
+    state = SimpleNamespace(global_step=step, log_history=history)
+    return SimpleNamespace(state=state, _tr_loss=total, _globalstep_last_logged=last_logged)
+
+
 def test_a_skipped_step_leaves_the_logged_mean_as_it_is() -> None:
     total = torch.tensor(6.0)
     skipped = SkippedLoss()
-    loss = skipped.of_step(4, total, 3, [])
+    loss = skipped.of_step(trainer(4, total, 1, []))
     assert loss == 2.0
     total += loss / 2
     # The step's second micro-batch.
-    assert skipped.of_step(4, total, 3, []) == 2.0
+    assert skipped.of_step(trainer(4, total, 1, [])) == 2.0
     total += loss / 2
     assert total / 4 == 2.0
-    assert skipped.of_step(5, total, 4, []) == 2.0
+    assert skipped.of_step(trainer(5, total, 1, [])) == 2.0
 
 
 @pytest.mark.parametrize(
     ("history", "expected"), [([], 0.0), ([{"loss": 3.0}, {"loss": 2.5}, {"eval_loss": 9.0}], 2.5)]
 )
 def test_right_after_a_log_entry_its_loss_stands_in(history: list[dict[str, float]], expected: float) -> None:
-    assert SkippedLoss().of_step(4, torch.tensor(0.0), 0, history) == expected
+    assert SkippedLoss().of_step(trainer(4, torch.tensor(0.0), 4, history)) == expected

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
 from checkpointing.errors import CheckpointError
-from checkpointing.transformers import resilient
+from checkpointing.transformers import _check_trainer, resilient
 from checkpointing.transformers.trainer import ResilientMixin
 
 
@@ -46,3 +47,14 @@ def test_ranks_that_share_parts_of_samples_are_refused(tmp_path: Path) -> None:
     model.config = SimpleNamespace(distributed_config=SimpleNamespace(ep_size=2))  # type: ignore[assignment]
     with pytest.raises(CheckpointError, match="expert parallelism is not supported by resilient"):
         resilient(trainer)
+
+
+def test_deepspeed_without_zero_is_refused(tmp_path: Path) -> None:
+    trainer: Any = Trainer(model=torch.nn.Linear(1, 1), args=TrainingArguments(str(tmp_path), report_to="none"))
+    trainer.is_deepspeed_enabled = True
+    plugin = SimpleNamespace(zero_stage=0)
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin), parallelism_config=None)
+    with pytest.raises(CheckpointError, match="without ZeRO is not supported; set zero_optimization"):
+        resilient(trainer)
+    for plugin.zero_stage in (1, 2, 3):
+        _check_trainer(trainer)

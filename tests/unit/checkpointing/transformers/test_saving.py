@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers.restore_points import point
-from transformers import TrainerControl, TrainerState
+from transformers import Trainer, TrainerControl, TrainerState
 
 from checkpointing.data.dealing import StepLayout
 from checkpointing.errors import Preempted
-from checkpointing.transformers.saving import SavingMixin, Staging
+from checkpointing.transformers.saving import SavingMixin, added_files, overrides_saving
 from checkpointing.transformers.train_call import ResilientOptions, Start, TrainCall
 
 # What a stock Trainer does in addition when it saves.
@@ -71,7 +72,7 @@ class Subject(SavingMixin, Stock):
             throughput=Mock(),
             start=start or Start(),
         )
-        self._options, self._adapter, self._notices, self._staging = ResilientOptions(), None, Mock(), Staging()
+        self._options, self._adapter, self._notices = ResilientOptions(), None, Mock()
         self.args = SimpleNamespace(
             process_index=1,
             local_process_index=0,
@@ -270,3 +271,52 @@ def test_callbacks_states_are_restored_where_this_run_is_resumed(tmp_path: Path)
     stock = Subject(tmp_path)
     stock._load_callback_state()
     assert stock.calls == ["_load_callback_state"]
+
+
+# -- a script's overrides of saving methods, and the files that they add -----------------------------------------------
+
+
+class Plain(Trainer):
+    def compute_loss(self) -> None:
+        pass
+
+
+class Adds(Plain):
+    def _save(self) -> None:
+        pass
+
+
+def test_only_a_scripts_own_saving_methods_count() -> None:
+    assert [overrides_saving(cls) for cls in (Trainer, Plain, Adds, type("Child", (Adds,), {}))] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_files_of_a_stock_trainer_are_not_added(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    for name in ("model.safetensors", "model-1-of-2.safetensors", "optimizer.pt", "rng_state_3.pth", "own.bin"):
+        (tmp_path / name).write_bytes(b"1")
+    (tmp_path / "inner" / "model.safetensors").write_bytes(b"2")
+    assert added_files(tmp_path) == {"own.bin": b"1", "inner/model.safetensors": b"2"}
+    assert added_files(tmp_path / "missing") == {}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_staged_save_leaves_no_trace_in_the_trainer(tmp_path: Path, fails: bool) -> None:
+    subject = Subject(tmp_path)
+    state = subject.state
+    state.stateful_callbacks = {"A": {"n": 1}}
+    seen: list[Path] = []
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext(), subject._staged() as folder:
+        seen.append(folder)
+        assert subject._staging == subject.args.output_dir == str(folder.parent)
+        assert folder.name == "checkpoint-20" and folder.is_dir()
+        state.stateful_callbacks["A"]["n"] = 2
+        if fails:
+            raise RuntimeError
+    left: Any = (subject._staging, subject.args.output_dir, state.stateful_callbacks)
+    assert left == (None, "/runs", {"A": {"n": 1}})
+    assert not seen[0].exists() and list(tmp_path.iterdir()) == []

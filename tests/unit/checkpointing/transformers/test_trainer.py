@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -416,3 +417,42 @@ def test_only_a_stream_with_a_state_is_seekable() -> None:
     subject.args.train_batch_size = 2
     with pytest.raises(ValueError, match="train_dataset is list"):
         subject._become_resilient(Mock, ResilientOptions(seekable_stream=True))
+
+
+# -- `load_best_model_at_end` without the Trainer's folders ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("/runs/checkpoint-10", [10])),
+        ({"wanted": False}, ("/stock/checkpoint-3", [])),
+        # The best one could not be read; the next best one was.
+        ({"found": 5}, ("/runs/checkpoint-5", [10])),
+        ({"found": None}, (None, [10])),
+        ({"best": None}, (None, [])),
+        ({"stopping": True}, (None, [])),
+        ({"fails": True}, ("/runs/checkpoint-10", [10])),
+    ],
+)
+def test_the_best_model_is_loaded_from_our_checkpoints(options: dict[str, Any], expected: Any) -> None:
+    subject, loaded = Subject(), list[int]()
+    wanted, fails = options.get("wanted", True), options.get("fails", False)
+    subject.args.load_best_model_at_end = wanted
+    subject.state.best_global_step = options.get("best", 10)
+    subject.state.best_model_checkpoint = "/stock/checkpoint-3"
+    subject._session.stopping = options.get("stopping", False)
+
+    def load(step: int) -> Any:
+        loaded.append(step)
+        return options.get("found", 10)
+
+    subject._load_best_of = load  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext(), subject._best_model_at_end():
+        # What the Trainer sees: nothing to load or to remove.
+        assert not subject.args.load_best_model_at_end
+        assert not wanted or subject.state.best_model_checkpoint is None
+        if fails:
+            raise RuntimeError
+    assert subject.args.load_best_model_at_end == wanted
+    assert (subject.state.best_model_checkpoint, loaded) == expected
