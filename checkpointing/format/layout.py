@@ -11,6 +11,8 @@ MASTER_NAME = "master_weights.safetensors"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
+# What a Hugging Face trainer keeps besides.
+TRAINER_STATE_NAME = "trainer_state.json"
 # What modules return from `get_extra_state`, where that is not a tensor.
 EXTRA_STATE_NAME = "extra_state.pt"
 # The options of an optimizer's groups, where each stage of a pipeline has its own.

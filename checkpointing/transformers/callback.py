@@ -202,10 +202,8 @@ class CommitNotices:
 
 def outside_steps(trainer: Any) -> contextlib.AbstractContextManager[None]:
     """Note, while training, that no step runs; before and after training, do nothing."""
-    if not trainer.is_in_train:
-        return contextlib.nullcontext()
-    found: contextlib.AbstractContextManager[None] = trainer._manager.outside_steps()
-    return found
+    manager: CheckpointManager = trainer._manager
+    return manager.outside_steps() if trainer.is_in_train else contextlib.nullcontext()
 
 
 def watch_callbacks(trainer: Any) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import accelerate
+import torch
 import transformers.trainer
 
 from checkpointing.data.cursor import LoaderCursor
@@ -19,19 +20,16 @@ from checkpointing.errors import CheckpointError
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
 from checkpointing.manager.manager import CheckpointManager
-from checkpointing.transformers.job_shape import (
-    DataRanks,
-    check_same_job,
-    check_samples_per_step,
-    fit_layout,
-    without_labels,
-)
+from checkpointing.transformers.job_shape import DataRanks, check_same_job, check_samples_per_step, fit_layout
 from checkpointing.transformers.loop_state import JobRecord
 
 logger = logging.getLogger("checkpointing")
 
 # Seconds that a stream may take for a batch before the step is paused; less than the smallest hang timeout.
 _STREAM_PATIENCE_S = 1.0
+# What cross-entropy ignores.
+_IGNORED = -100
+_LABELS = ("labels", "shift_labels")
 
 
 class TrainingData:
@@ -203,7 +201,7 @@ class TrainingData:
             return batches
         # No `yield from`: its end would be that of the epoch's iterator.
         numbered = enumerate(batches, cursor.consumed)
-        return (without_labels(batch) if cursor.is_filler(number) else batch for number, batch in numbered)
+        return (_without_labels(batch) if cursor.is_filler(number) else batch for number, batch in numbered)
 
     def consume(self, num_batches: int) -> None:
         """Count batches that training has drawn; a stream counts by itself."""
@@ -223,6 +221,16 @@ class TrainingData:
             yield
         finally:
             pause.cancel()
+
+
+def _without_labels(batch: Any) -> Any:
+    """Return a batch none of whose tokens counts; one without labels cannot say so (KeyError)."""
+    if not any(name in batch for name in _LABELS):
+        raise KeyError(f"a batch needs labels, and has {', '.join(map(str, batch))}")
+    for name in _LABELS:
+        if name in batch:
+            batch[name] = torch.full_like(batch[name], _IGNORED)
+    return batch
 
 
 def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

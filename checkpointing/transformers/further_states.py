@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 from transformers.trainer_callback import ExportableState, TrainerControl
 
 from checkpointing.state.tensor_fingerprint import fingerprint
@@ -29,7 +30,7 @@ _SIMPLE = (bool, int, float, str)
 
 
 def further_states(trainer: Any) -> dict[str, Any]:
-    """Return the objects by the name that they are saved under."""
+    """Return what a resilient trainer keeps, by the name that it is saved under."""
     states: dict[str, Any] = {}
     if generates_ahead(trainer):
         states["generation_buffer"] = Attributes(trainer, lambda name: name in _STEPS or name.startswith("_buffered_"))
@@ -46,6 +47,8 @@ def further_states(trainer: Any) -> dict[str, Any]:
             counted[name] += 1
             # Several of a class differ by their order.
             states[f"{name}_{counted[name]}" if counted[name] > 1 else name] = callback
+    if trainer._adapter is not None and (statistics := RunningStatistics(trainer.model)).state_dict():
+        states["base_statistics"] = statistics
     return states
 
 
@@ -70,6 +73,28 @@ class Attributes:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the attributes."""
         vars(self._owner).update(state)
+
+
+class RunningStatistics:
+    """What training changes in the base of an adapter, of BatchNorm, as an object with a state."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the statistics by name."""
+        return {
+            f"{name}.{key}": value
+            for name, module in self._model.named_modules()
+            if isinstance(module, _NormBase)
+            for key, value in module.named_buffers(recurse=False)
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the statistics."""
+        for name, value in self.state_dict().items():
+            if name in state:
+                value.copy_(state[name])
 
 
 # -- transformers' `ExportableState` callbacks -----------------------------------------------------------------------
@@ -114,7 +139,7 @@ def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
     callbacks also numbers, strings and small containers of those. This finds the common cases, not all of them. What
     is saved is `covered`, by `id`.
     """
-    found: dict[str, str] = {}
+    found: dict[str, str | None] = {}
     saved = set(covered) | {id(trainer.model), id(trainer.model_wrapped)}
     for callback in trainer.callback_handler.callbacks:
         kind = type(callback)
@@ -123,15 +148,15 @@ def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
         own = not (kind.__module__ + ".").startswith(_KNOWN_PACKAGES)
         for name, value in vars(callback).items():
             if id(value) not in saved and (own or _holds_tensors(value)):
-                _add(found, f"{kind.__name__}.{name}", value, simple=True)
+                found[f"{kind.__name__}.{name}"] = _digest(value, simple=True)
     for name, value in vars(trainer).items():
         # Private attributes are those of the Trainer's loop, and what matters of them is saved.
         if id(value) not in saved and not name.startswith("_"):
-            _add(found, f"{type(trainer).__name__.removeprefix('Resilient')}.{name}", value, simple=False)
+            found[f"{type(trainer).__name__.removeprefix('Resilient')}.{name}"] = _digest(value, simple=False)
     for number, state in enumerate(hook_states(trainer.model_wrapped)):
         for name, value in vars(state).items():
-            _add(found, f"communication hook {number} ({type(state).__name__}).{name}", value, simple=True)
-    return found
+            found[f"communication hook {number} ({type(state).__name__}).{name}"] = _digest(value, simple=True)
+    return {name: digest for name, digest in found.items() if digest is not None}
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
@@ -147,39 +172,24 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (torch.nn.Module, torch.Tensor, torch.Generator))
 
 
-def _add(found: dict[str, str], name: str, value: Any, *, simple: bool) -> None:
-    digest = hashlib.blake2b(digest_size=8)
+def _digest(value: Any, *, simple: bool) -> str | None:
+    """Return the digest of an attribute; None if it is, or contains, something that is not compared."""
     if isinstance(value, torch.nn.Module):
         state = [tensor for tensor in value.state_dict().values() if isinstance(tensor, torch.Tensor)]
         half = _TENSORS_OF_A_MODULE // 2
-        _add_tensors(digest, state if len(state) <= 2 * half else [*state[:half], *state[-half:]])
-    elif isinstance(value, torch.Tensor):
-        _add_tensors(digest, [value])
+        parts: list[Any] = state if len(state) <= 2 * half else [*state[:half], *state[-half:]]
     elif isinstance(value, torch.Generator):
-        _add_tensors(digest, [value.get_state()])
-    elif simple and isinstance(value, (*_SIMPLE, list, tuple, dict, set)):
-        if not _add_simple(digest, value):
-            return
+        parts = [value.get_state()]
+    elif isinstance(value, torch.Tensor) or (simple and isinstance(value, (*_SIMPLE, list, tuple, dict, set))):
+        parts = list(_flat(value))
     else:
-        return
-    found[name] = digest.hexdigest()
-
-
-def _add_tensors(digest: Any, tensors: list[torch.Tensor]) -> None:
+        return None
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    others = ["a tensor" if isinstance(part, torch.Tensor) else part for part in parts]
+    if not all(isinstance(part, (*_SIMPLE, type(None))) for part in others):
+        return None
     flat = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel())
-    digest.update(repr(fingerprint(flat).tolist()).encode())
-
-
-def _add_simple(digest: Any, value: Any) -> bool:
-    """Add a value to a digest; returns False if it contains something that is not compared."""
-    for part in _flat(value):
-        if isinstance(part, torch.Tensor):
-            _add_tensors(digest, [part])
-        elif isinstance(part, (*_SIMPLE, type(None))):
-            digest.update(repr(part).encode() + b",")
-        else:
-            return False
-    return True
+    return hashlib.blake2b(f"{others} {fingerprint(flat).tolist()}".encode(), digest_size=8).hexdigest()
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from checkpointing.agent.events import BatchShape
@@ -24,9 +23,6 @@ from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings
 
 # Packages whose trainers identify a training method.
 _TRAINER_PACKAGES = ("transformers.", "trl.", "sentence_transformers.")
-# What cross-entropy ignores.
-_IGNORED = -100
-_LABELS = ("labels", "shift_labels")
 # Trainers whose `compute_loss` divides by the tokens of all ranks.
 _WEIGHING = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
 
@@ -139,22 +135,15 @@ def cut_micro_batches(args: Any, divisor: int) -> None:
 
 def can_be_uneven(trainer: Any) -> bool:
     """Return whether the ranks of a training may have different numbers of samples in a step."""
-    data = trainer.train_dataset
-    # The samples of a stream are dealt while they are read. DeepSpeed's engine expects as many samples of each rank.
+    args, data = trainer.args, trainer.train_dataset
+    config = getattr(trainer.model, "config", None)
     return (
+        # DeepSpeed's engine expects as many samples of each rank. Those of a stream are dealt while they are read.
         not trainer.is_deepspeed_enabled
         and hasattr(data, "__len__")
         and not isinstance(data, IterableDataset)
-        and weighs_by_tokens(trainer)
-    )
-
-
-def weighs_by_tokens(trainer: Any) -> bool:
-    """Return whether a trainer's loss gives each token of a step the same weight, on whichever rank it is."""
-    args = trainer.args
-    config = getattr(trainer.model, "config", None)
-    return (
-        all(_owner(trainer, name) in _WEIGHING for name in ("compute_loss", "training_step"))
+        # The loss gives each token of a step the same weight, on whichever rank it is.
+        and all(_owner(trainer, name) in _WEIGHING for name in ("compute_loss", "training_step"))
         and bool(trainer.model_accepts_loss_kwargs)
         and trainer.compute_loss_func is None
         and bool(args.average_tokens_across_devices)
@@ -165,16 +154,6 @@ def weighs_by_tokens(trainer: Any) -> bool:
         and not getattr(trainer, "aux_loss_enabled", False)
         and not getattr(config, "output_router_logits", False)
     )
-
-
-def without_labels(batch: Any) -> Any:
-    """Return a batch none of whose tokens counts; one without labels cannot say so (KeyError)."""
-    if not any(name in batch for name in _LABELS):
-        raise KeyError(f"a batch needs labels, and has {', '.join(map(str, batch))}")
-    for name in _LABELS:
-        if name in batch:
-            batch[name] = torch.full_like(batch[name], _IGNORED)
-    return batch
 
 
 def _owner(trainer: Any, name: str) -> tuple[str, str]:

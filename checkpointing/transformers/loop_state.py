@@ -17,15 +17,11 @@ from transformers import TrainerState
 from checkpointing.data.dealing import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.format.layout import loop_state_name
+from checkpointing.format.layout import TRAINER_STATE_NAME, loop_state_name
 from checkpointing.transformers.guards import whole
 
-TRAINER_STATE_NAME = "trainer_state.json"
 # How a run's steps were divided when it began, which is equally.
 _LAYOUT = ("world_size", "batch_size", "accumulation")
-
-
-# -- trainer_state.json ----------------------------------------------------------------------------------------------
 
 
 def checked_directory(point: LoadedCheckpoint) -> str:
@@ -54,20 +50,15 @@ def is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def state_bytes(state: TrainerState) -> bytes:
-    """Return `trainer_state.json` as the Trainer writes it."""
-    return (json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n").encode()
-
-
 def state_file(state: TrainerState) -> Callable[[], bytes]:
-    """Copy the present state; return a function that writes it out while training continues."""
+    """Copy the present state; return what writes the file as the Trainer does, while training continues."""
     taken = copy.copy(state)
     # The Trainer's own file is always that of rank 0; here it is of the first rank of the node that leads.
     taken.is_local_process_zero = taken.is_world_process_zero = True
     # The history only grows at its end: a new list of the same entries is enough.
     taken.log_history = list(state.log_history)
     taken.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
-    return lambda: state_bytes(taken)
+    return lambda: (json.dumps(dataclasses.asdict(taken), indent=2, sort_keys=True) + "\n").encode()
 
 
 def evaluated_metrics(state: TrainerState) -> dict[str, float]:
@@ -75,9 +66,6 @@ def evaluated_metrics(state: TrainerState) -> dict[str, float]:
     entries = [entry for entry in state.log_history[-3:] if entry.get("step") == state.global_step]
     values = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
     return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
-
-
-# -- the loop's variables --------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -14,27 +14,16 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 
 from checkpointing.errors import Preempted
-from checkpointing.format.layout import loop_state_name
+from checkpointing.format.layout import TRAINER_STATE_NAME, loop_state_name
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.process import rng
 from checkpointing.snapshot.request import SmallFile
 from checkpointing.state.adapter import Adapter
 from checkpointing.transformers.callback import CommitNotices, outside_steps
 from checkpointing.transformers.further_states import changed, export_states, further_states, restore_states, uncovered
-from checkpointing.transformers.loop_state import (
-    TRAINER_STATE_NAME,
-    JobRecord,
-    LoopState,
-    evaluated_metrics,
-    state_file,
-)
+from checkpointing.transformers.loop_state import JobRecord, LoopState, evaluated_metrics, state_file
 from checkpointing.transformers.train_call import ResilientOptions, TrainCall
-from checkpointing.transformers.wrapped_models import (
-    RunningStatistics,
-    configuration_files,
-    set_batch_shape,
-    tracked_model,
-)
+from checkpointing.transformers.wrapped_models import configuration_files, set_batch_shape, tracked_model
 
 logger = logging.getLogger("checkpointing")
 
@@ -77,9 +66,7 @@ class SavingMixin(_Base):
         )
 
     def _further_states(self) -> dict[str, Any]:
-        statistics = RunningStatistics(self.model) if self._adapter is not None else None
-        of_base = {"base_statistics": statistics} if statistics is not None and statistics.state_dict() else {}
-        return further_states(self) | of_base | dict(self._options.states)
+        return further_states(self) | dict(self._options.states)
 
     def _uncovered(self) -> dict[str, str]:
         saved = [*self._further_states().values(), self.optimizer, self.lr_scheduler, self._manager]

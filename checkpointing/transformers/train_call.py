@@ -17,6 +17,7 @@ from checkpointing.data.dealing import StepLayout
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.data.step_layout import StepLayout
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
+from checkpointing.format.layout import TRAINER_STATE_NAME
 from checkpointing.manager.restoring import Restoring
 from checkpointing.manager.step_protocol import Due
 from checkpointing.resume.agreement import own_checkpoint
@@ -25,7 +26,7 @@ from checkpointing.transformers.callback import InterruptibleEvaluation, Through
 from checkpointing.transformers.data import TrainingData
 from checkpointing.transformers.guards import SkippedLoss, StepGuard
 from checkpointing.transformers.job_shape import DataRanks, can_be_uneven
-from checkpointing.transformers.loop_state import TRAINER_STATE_NAME, JobRecord, LoopFigures, checked_directory
+from checkpointing.transformers.loop_state import JobRecord, LoopFigures, checked_directory
 
 _ID_LENGTH = 16
 

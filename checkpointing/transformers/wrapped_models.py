@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import accelerate
-import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from checkpointing.errors import CheckpointError
 from checkpointing.state.adapter import Adapter, live_tensors
@@ -43,28 +40,6 @@ def adapter_of(model: Any) -> Adapter | None:
     # The base need not be a model of transformers.
     base = getattr(getattr(model, "config", None), "name_or_path", "") or ""
     return Adapter(lambda state: select(state_dict=dict(state)), base)
-
-
-class RunningStatistics:
-    """What training changes in the base of an adapter, of BatchNorm, as an object with a state."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the statistics by name."""
-        return {
-            f"{name}.{key}": value
-            for name, module in self._model.named_modules()
-            if isinstance(module, _NormBase)
-            for key, value in module.named_buffers(recurse=False)
-        }
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Set the statistics."""
-        for name, value in self.state_dict().items():
-            if name in state:
-                value.copy_(state[name])
 
 
 # -- DeepSpeed (`TrainingArguments(deepspeed=...)`, or accelerate's plugin) ------------------------------------------

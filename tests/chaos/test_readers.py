@@ -121,7 +121,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Everything is written by the manager, as in a user's own loop; what the Trainer adds, by our Trainer's code."""
     from transformers import TrainerState
 
-    from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState, state_bytes
+    from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState, state_file
 
     root = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(1)
@@ -152,7 +152,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     )
     loop_state = LoopState.capture(loop, LoopFigures(), record=record, recent_losses=[2.5, 2.25])
     own = {"loop_state_0.json": loop_state.to_bytes()}
-    shared = {"trainer_state.json": state_bytes(state)}
+    shared = {"trainer_state.json": state_file(state)()}
     manager.save(STEP, 80, own, shared, metrics={"eval_loss": 2.0}, wait=True)
     manager.close()
     return Place(root, tmp_path_factory.mktemp("scratch"))

@@ -21,7 +21,7 @@ from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.transformers import data as data_module
-from checkpointing.transformers.data import TrainingData
+from checkpointing.transformers.data import TrainingData, _without_labels
 from checkpointing.transformers.job_shape import DataRanks
 from checkpointing.transformers.loop_state import JobRecord
 
@@ -305,3 +305,12 @@ def test_equal_shares_pass_through() -> None:
     data = training_data(uneven=True)
     batches = iter([{"labels": 1}])
     assert data.weighed(batches) is batches
+
+
+def test_a_batch_without_labels_counts_for_nothing() -> None:
+    batch = {"input_ids": torch.ones(1, 3), "labels": torch.ones(1, 3, dtype=torch.long)}
+    assert _without_labels(batch)["labels"].tolist() == [[-100] * 3] and batch["input_ids"].sum() == 3
+    shifted = {"shift_labels": torch.ones(1, 2, dtype=torch.long)}
+    assert _without_labels(shifted)["shift_labels"].tolist() == [[-100] * 2]
+    with pytest.raises(KeyError, match="needs labels, and has input_ids"):
+        _without_labels({"input_ids": torch.ones(1)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import EarlyStoppingCallback, TrainerControl
@@ -12,6 +13,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from checkpointing.transformers.further_states import (
     Attributes,
+    RunningStatistics,
     changed,
     export_states,
     further_states,
@@ -39,6 +41,7 @@ def trainer(*callbacks: Any, **attributes: Any) -> Any:
     return SimpleNamespace(
         callback_handler=SimpleNamespace(callbacks=list(callbacks)),
         accelerator=SimpleNamespace(unwrap_model=lambda model: f"unwrapped {model}"),
+        _adapter=None,
         **attributes,
     )
 
@@ -84,6 +87,19 @@ def test_attributes_are_chosen_by_name() -> None:
 def test_several_callbacks_of_a_class_are_saved_each() -> None:
     one, other = Average(), Average()
     assert further_states(trainer(one, other)) == {"callback_Average": one, "callback_Average_2": other}
+
+
+def test_the_running_statistics_of_a_base_are_kept() -> None:
+    """They were in no checkpoint of its adapter: a resumed run began with those of the base."""
+    layers = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4, track_running_stats=False)
+    config = peft.LoraConfig(r=2, target_modules=["0"])
+    trained = peft.get_peft_model(torch.nn.Sequential(*layers), config)
+    fresh = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), config)
+    trained(torch.randn(8, 4))
+    saved = RunningStatistics(trained).state_dict()
+    assert len(saved) == 3
+    RunningStatistics(fresh).load_state_dict(saved)
+    assert all(torch.equal(value, saved[name]) for name, value in RunningStatistics(fresh).state_dict().items())
 
 
 # -- states of `ExportableState` callbacks, exported and restored in place ---------------------------------------------

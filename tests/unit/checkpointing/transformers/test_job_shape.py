@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from helpers.restore_points import point
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,8 +27,6 @@ from checkpointing.transformers.job_shape import (
     cut_micro_batches,
     fit_layout,
     job_of,
-    weighs_by_tokens,
-    without_labels,
 )
 
 
@@ -180,6 +177,7 @@ def trainer(cls: type = Ours, **changes: Any) -> Any:
         model_accepts_loss_kwargs=True,
         compute_loss_func=None,
         is_deepspeed_enabled=False,
+        train_dataset=[1, 2],
     )
     vars(made).update(changes)
     return made
@@ -187,7 +185,7 @@ def trainer(cls: type = Ours, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("cls", [Trainer, Ours])
 def test_the_trainers_own_loss_does(cls: type) -> None:
-    assert weighs_by_tokens(trainer(cls))
+    assert can_be_uneven(trainer(cls))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +205,7 @@ def test_the_trainers_own_loss_does(cls: type) -> None:
     ids=str,
 )
 def test_others_need_not(changes: dict[str, Any]) -> None:
-    assert not weighs_by_tokens(trainer(**changes))
+    assert not can_be_uneven(trainer(**changes))
 
 
 class Endless(IterableDataset[int]):
@@ -223,12 +221,3 @@ def test_a_stream_is_dealt_while_it_is_read(data: Any, can: bool) -> None:
     assert can_be_uneven(trainer(train_dataset=data)) is can
     assert not can_be_uneven(trainer(OwnLoss, train_dataset=data))
     assert not can_be_uneven(trainer(train_dataset=data, is_deepspeed_enabled=True))
-
-
-def test_a_batch_without_labels_counts_for_nothing() -> None:
-    batch = {"input_ids": torch.ones(1, 3), "labels": torch.ones(1, 3, dtype=torch.long)}
-    assert without_labels(batch)["labels"].tolist() == [[-100] * 3] and batch["input_ids"].sum() == 3
-    shifted = {"shift_labels": torch.ones(1, 2, dtype=torch.long)}
-    assert without_labels(shifted)["shift_labels"].tolist() == [[-100] * 2]
-    with pytest.raises(KeyError, match="needs labels, and has input_ids"):
-        without_labels({"input_ids": torch.ones(1)})

@@ -24,7 +24,6 @@ from checkpointing.transformers.loop_state import (
     checked_directory,
     evaluated_metrics,
     is_number,
-    state_bytes,
     state_file,
 )
 
@@ -209,7 +208,7 @@ def trainer_state(**changes: Any) -> bytes:
 
 
 def test_a_sound_trainer_state_is_read_by_the_trainer() -> None:
-    here = point("trainer_state.json", state_bytes(TrainerState(global_step=20, epoch=1.0)))
+    here = point("trainer_state.json", state_file(TrainerState(global_step=20, epoch=1.0))())
     state = TrainerState.load_from_json(str(Path(checked_directory(here), "trainer_state.json")))
     assert state.global_step == 20
     here.close()
@@ -246,11 +245,11 @@ def test_a_trainer_refuses_a_checkpoint_of_a_bare_loop() -> None:
 def test_the_file_is_of_the_moment_in_which_it_was_asked_for() -> None:
     state = TrainerState(global_step=20, log_history=[{"loss": 1.0, "step": 20}], stateful_callbacks={"A": {"n": 1}})
     file = state_file(state)
-    expected = state_bytes(state)
+    expected = state_file(state)()
     state.global_step = 21
     state.log_history.append({"loss": 0.5, "step": 21})
     state.stateful_callbacks["A"]["n"] = 2
-    assert file() == expected != state_bytes(state)
+    assert file() == expected != state_file(state)()
 
 
 def test_metrics_are_those_evaluated_at_this_very_step() -> None:

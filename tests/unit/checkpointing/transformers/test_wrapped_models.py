@@ -14,7 +14,6 @@ from transformers import GenerationConfig, SmolLM3Config
 
 from checkpointing.transformers import wrapped_models
 from checkpointing.transformers.wrapped_models import (
-    RunningStatistics,
     adapter_of,
     configuration_files,
     set_batch_shape,
@@ -30,17 +29,6 @@ def test_of_a_plain_base_the_adapter_is_saved() -> None:
     """A base that is no model of transformers has no configuration with a name."""
     adapter = adapter_of(with_adapter(torch.nn.Linear(4, 4)))
     assert adapter is not None
-
-
-def test_the_running_statistics_of_a_base_are_kept() -> None:
-    """They were in no checkpoint of its adapter: a resumed run began with those of the base."""
-    layers = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4, track_running_stats=False)
-    trained, fresh = with_adapter(*layers), with_adapter(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    trained(torch.randn(8, 4))
-    saved = RunningStatistics(trained).state_dict()
-    assert len(saved) == 3 and adapter_of(trained) is not None
-    RunningStatistics(fresh).load_state_dict(saved)
-    assert all(torch.equal(value, saved[name]) for name, value in RunningStatistics(fresh).state_dict().items())
 
 
 def test_a_model_without_an_adapter_has_none() -> None:
