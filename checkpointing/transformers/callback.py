@@ -107,9 +107,6 @@ class Throughput:
         return {"tokens_per_s": round((tokens - last[1]) / (now - last[0]), 1)}
 
 
-# -- evaluations -----------------------------------------------------------------------------------------------------
-
-
 class EvaluationCutShort(Exception):
     """All ranks have agreed to stop in the middle of an evaluation."""
 
@@ -145,14 +142,8 @@ class InterruptibleEvaluation:
         self.after = rng.state(self._world_size)
 
 
-# -- the other callbacks ---------------------------------------------------------------------------------------------
-
-
 class CommitNotices:
-    """Holds back the callbacks' `on_save` until all ranks know that the checkpoint is committed.
-
-    Takes the place of the callback handler's `on_save`, which is called as a commit begins.
-    """
+    """Holds back the callbacks' `on_save`, called as a commit begins, until all ranks know of its end."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._handler = trainer, trainer.callback_handler

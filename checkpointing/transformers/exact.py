@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,15 +16,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.self_test import SelfTest, gathered
 from checkpointing.exact.tree import TreeNode, total
-from checkpointing.transformers.exact_figures import (
-    EvaluationFigures,
-    Figures,
-    GatherTensors,
-    altered,
-    as_virtual_ranks,
-    fill_last_batch,
-    own,
-)
+from checkpointing.transformers.exact_figures import EvaluationFigures, Figures, fill_last_batch
 from checkpointing.transformers.further_states import generates_ahead
 from checkpointing.transformers.job_shape import DataRanks, tensor_parallel_size
 from checkpointing.transformers.train_call import ResilientOptions, Start, TrainCall
@@ -31,6 +24,8 @@ from checkpointing.transformers.train_call import ResilientOptions, Start, Train
 # As many virtual ranks as there were ranks when the run began.
 AUTO = -1
 _KEY = "virtual ranks"
+# In place of an accelerator's: returns what is given instead of what all ranks give.
+GatherTensors = Callable[[Any], Any]
 
 
 class ExactSteps:
@@ -65,12 +60,9 @@ class ExactSteps:
             self._gradients.forget()
         return [drawn[0]] * fillers + [batch for *_, batch in arranged]
 
-    def compute(self, trainer: Any, model: Any, step: int, inputs: Any, compute: Any) -> torch.Tensor:
-        """Compute the next micro-batch; return the step's loss, of all virtual ranks, with the last one.
-
-        `compute` computes loss and gradients of a micro-batch, and returns the loss.
-        """
-        place = self._plan.pop(0)
+    def compute(self, trainer: Any, model: Any, inputs: Any, compute: Any) -> torch.Tensor:
+        """Compute the next micro-batch, and return a loss: the step's, of all virtual ranks, with the last one."""
+        place, step = self._plan.pop(0), trainer.state.global_step
         if self._gradients is None:
             self._gradients = ExactGradients(model, self.dealing.virtual_ranks, self._seed, on_host=self._on_host)
             self._test(trainer, inputs, compute)
@@ -155,9 +147,7 @@ class ExactMixin:
     def _begin_exact(self, session: TrainCall, start: Start) -> None:
         """Set up the virtual ranks of a training that is about to begin, or to continue with the same number."""
         ranks, record = DataRanks.of(self), start.record
-        before = None
-        if record is not None and start.step > 0:
-            before = int(record.job[_KEY]) if record.job.get(_KEY) is not None else 0
+        before = int(record.job.get(_KEY) or 0) if record is not None and start.step > 0 else None
         count = self._options.virtual_ranks
         if count == AUTO:
             count = before or ranks.planned
@@ -194,8 +184,7 @@ class ExactMixin:
         if exact is None:
             plain: torch.Tensor = step(model, inputs, *args, **kwargs)
             return plain
-        number = self.state.global_step  # type: ignore[attr-defined]
-        return exact.compute(self, model, number, inputs, lambda batch: step(model, batch, *args, **kwargs))
+        return exact.compute(self, model, inputs, lambda batch: step(model, batch, *args, **kwargs))
 
     def _share_of(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what a micro-batch adds of a step's loss that is known."""
@@ -255,6 +244,37 @@ class ExactMixin:
             super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
         finally:
             transformers.trainer.nested_gather = gather
+
+
+def own(value: Any) -> Any:
+    """Return the value."""
+    return value
+
+
+def altered(value: Any) -> Any:
+    """Return other tensors of the same shapes, to find out what depends on them."""
+    if isinstance(value, torch.Tensor):
+        return ~value if value.dtype == torch.bool else value + 1
+    if isinstance(value, dict):
+        return {key: altered(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(altered(one) for one in value)
+    return value
+
+
+@contextlib.contextmanager
+def as_virtual_ranks(accelerator: Any, count: int, gather: GatherTensors | None = None) -> Iterator[None]:
+    """Have an accelerator say that there are `count` processes, and use `gather` instead of gathering, unless None."""
+    cls = type(accelerator)
+    members: dict[str, Any] = {"num_processes": property(lambda _: count)}
+    if gather is not None:
+        members["gather"] = lambda _, tensor: gather(tensor)
+        members["gather_for_metrics"] = lambda _, input_data, use_gather_object=False: gather(input_data)
+    accelerator.__class__ = type(cls.__name__, (cls,), members)
+    try:
+        yield
+    finally:
+        accelerator.__class__ = cls
 
 
 def check_exact(trainer: Any) -> None:

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
@@ -16,8 +15,6 @@ _TOTAL = "num_tokens"
 
 # Returns the value of its argument on every rank that has measured other micro-batches, by rank.
 GatherObjects = Callable[[Any], list[Any]]
-# In place of an accelerator's: returns what is given instead of what all ranks give.
-GatherTensors = Callable[[Any], Any]
 
 
 class Figures:
@@ -39,10 +36,7 @@ class Figures:
 
     @contextlib.contextmanager
     def of(self, place: tuple[int, ...] | None) -> Iterator[None]:
-        """Take what is measured meanwhile out of the trainer's lists, for a place in the order of all micro-batches.
-
-        None is that of a micro-batch that does not count.
-        """
+        """Take what is measured meanwhile out of the trainer's lists; None is the place of what does not count."""
         trainer, figures = self._trainer, self._trainer._metrics[self._mode]
         tokens = trainer._total_train_tokens
         before = {name: list(values) for name, values in figures.items()}
@@ -96,43 +90,10 @@ class EvaluationFigures:
 
 
 def fill_last_batch(loader: Any) -> None:
-    """Have the last batch of a single rank's evaluation filled up, as accelerate does it where there are several.
-
-    A loader that accelerate has not prepared remains as it is.
-    """
+    """Have the last batch of a single rank's evaluation filled up, as accelerate does it where there are several."""
+    # Not prepared by accelerate, it remains as it is.
     base = loader.__dict__.get("base_dataloader")
     plain = getattr(base, "batch_sampler", None)
     if base is not None and type(plain) is BatchSampler and not plain.drop_last:
         # DataLoader refuses to have its sampler replaced, as its iterator, kept with its workers, has the old one.
         base.__dict__.update(batch_sampler=BatchSamplerShard(plain, 1, 0), _iterator=None)
-
-
-def own(value: Any) -> Any:
-    """Return the value."""
-    return value
-
-
-def altered(value: Any) -> Any:
-    """Return other tensors of the same shapes, to find out what depends on them."""
-    if isinstance(value, torch.Tensor):
-        return ~value if value.dtype == torch.bool else value + 1
-    if isinstance(value, dict):
-        return {key: altered(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(altered(one) for one in value)
-    return value
-
-
-@contextlib.contextmanager
-def as_virtual_ranks(accelerator: Any, count: int, gather: GatherTensors | None = None) -> Iterator[None]:
-    """Have an accelerator say that there are `count` processes, and use `gather` instead of gathering, unless None."""
-    cls = type(accelerator)
-    members: dict[str, Any] = {"num_processes": property(lambda _: count)}
-    if gather is not None:
-        members["gather"] = lambda _, tensor: gather(tensor)
-        members["gather_for_metrics"] = lambda _, input_data, use_gather_object=False: gather(input_data)
-    accelerator.__class__ = type(cls.__name__, (cls,), members)
-    try:
-        yield
-    finally:
-        accelerator.__class__ = cls

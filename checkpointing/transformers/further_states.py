@@ -26,9 +26,6 @@ _TENSORS_OF_A_MODULE = 16
 _SIMPLE = (bool, int, float, str)
 
 
-# -- objects with `state_dict` and `load_state_dict` -----------------------------------------------------------------
-
-
 def further_states(trainer: Any) -> dict[str, Any]:
     """Return what a resilient trainer keeps, by the name that it is saved under."""
     states: dict[str, Any] = {}
@@ -97,9 +94,6 @@ class RunningStatistics:
                 value.copy_(state[name])
 
 
-# -- transformers' `ExportableState` callbacks -----------------------------------------------------------------------
-
-
 def export_states(callbacks: Iterable[Any]) -> dict[str, Any]:
     """Return the callbacks' states by class name; those of several callbacks of one class as a list."""
     states: dict[str, list[Any]] = {}
@@ -127,9 +121,6 @@ def stops_epoch(saved: Mapping[str, Any]) -> bool:
     """Return whether a callback had asked to end the epoch at the step of which `export_states` returned this."""
     control = saved.get(TrainerControl.__name__)
     return isinstance(control, Mapping) and bool(control.get("args", {}).get("should_epoch_stop"))
-
-
-# -- what no checkpoint holds ----------------------------------------------------------------------------------------
 
 
 def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:

@@ -33,13 +33,8 @@ class StepGuard:
     """Judges each step's gradients and loss before anything of the step is kept.
 
     On an accelerator, reading a figure of the step that has just ended would make the host wait for the device. So a
-    step is judged one step later, unless its figures are at hand or it is about to be kept.
-
-    Args:
-        check_finite: Check the norm of the gradients.
-        spike_zscore: Number of robust standard deviations above the median from which a loss is a spike; None does not
-            check the loss.
-        world_size: Number of ranks whose losses are averaged.
+    step is judged one step later, unless its figures are at hand or it is about to be kept. Gradients are checked where
+    `check_finite` is set, and losses, averaged over `world_size` ranks, where there is a `spike_zscore`.
     """
 
     def __init__(self, *, check_finite: bool = True, spike_zscore: float | None = None, world_size: int = 1) -> None:

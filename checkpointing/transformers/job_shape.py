@@ -47,9 +47,6 @@ def check_same_job(place: str, before: Mapping[str, Any], now: Mapping[str, Any]
         )
 
 
-# -- the ranks -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DataRanks:
     """The data parallel ranks. With tensor parallelism, all ranks of a group are one: they compute the same samples."""
@@ -74,9 +71,6 @@ def tensor_parallel_size(trainer: Any) -> int:
     """Return how many ranks share each layer: by how transformers has loaded the model, or by accelerate's mesh."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     return getattr(trainer.model, "_tp_size", None) or getattr(parallelism, "tp_size", None) or 1
-
-
-# -- the samples of a step -------------------------------------------------------------------------------------------
 
 
 def batch_shape(trainer: Any, shared_samples: int | None) -> BatchShape:
@@ -128,9 +122,6 @@ def cut_micro_batches(args: Any, divisor: int) -> None:
     divisor = math.gcd(args.per_device_train_batch_size, divisor)
     args.per_device_train_batch_size //= divisor
     args.gradient_accumulation_steps *= divisor
-
-
-# -- steps whose samples the ranks cannot share equally --------------------------------------------------------------
 
 
 def can_be_uneven(trainer: Any) -> bool:

@@ -79,10 +79,7 @@ class LoopFigures:
     loss_since: int = 0
 
     def update(self, grad_norm: Any, learning_rate: Any) -> None:
-        """Take over the figures of a step; None keeps those of the last one.
-
-        If only the end of an epoch is left of a resumed run, no step has set them.
-        """
+        """Take over the figures of a step; at an epoch's end, where none has set them, None keeps the last ones."""
         self.grad_norm = self.grad_norm if grad_norm is None else grad_norm
         self.learning_rate = self.learning_rate if learning_rate is None else learning_rate
 
@@ -203,10 +200,7 @@ class LoopState:
         with point.reading(name):
             metrics = state.get("metrics")
             return cls(
-                # Virtual ranks have all ranks add the same up.
-                tr_loss=float(state["tr_loss"])
-                if state.get("job", {}).get("virtual ranks") is not None
-                else _share_of_losses(point, rank, world_size, own=float(state["tr_loss"])),
+                tr_loss=_share_of_losses(point, state, rank, world_size),
                 last_logged=_number(state["last_logged"]),
                 figures=LoopFigures(
                     _number_or_none(state.get("grad_norm")),
@@ -237,8 +231,10 @@ def _layout(counts: Mapping[str, Any]) -> StepLayout:
     return StepLayout.from_list([counts[name] for name in _LAYOUT])
 
 
-def _share_of_losses(point: LoadedCheckpoint, rank: int, world_size: int, *, own: float) -> float:
-    if point.world_size == world_size:
+def _share_of_losses(point: LoadedCheckpoint, state: Mapping[str, Any], rank: int, world_size: int) -> float:
+    own = float(state["tr_loss"])
+    # Virtual ranks have all ranks add the same up.
+    if point.world_size == world_size or state.get("job", {}).get("virtual ranks") is not None:
         return own
     names = [name for other in range(rank, point.world_size, world_size) if point.has(name := loop_state_name(other))]
     return sum(float(point.json(name)["tr_loss"]) for name in names) * world_size / point.world_size

@@ -132,11 +132,9 @@ class SavingMixin(_Base):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _snapshot(self, *, commit: bool, added: Mapping[str, bytes] | None = None) -> None:
-        """Take a snapshot of the present step, unless there is one that is as durable.
+        """Take a snapshot of the present step, unless there is one that is as durable; `added` are files by name.
 
-        Args:
-            commit: Commit it to storage. Where training stops on request, Preempted is raised then.
-            added: Further files of this rank, by name.
+        Where training stops on request, this raises Preempted once the snapshot is committed.
         """
         manager, session, step = self._manager, self._session, self.state.global_step
         if not manager.wants(step, commit=commit):

@@ -205,10 +205,10 @@ class _MLflow(_Continued):
 
     def _prepare(self, args: TrainingArguments, state: TrainerState) -> None:
         mlflow = self._ml_flow = _own(self._ml_flow)
-        self._resumed, run = None, os.environ.get("MLFLOW_RUN_ID")
-        if run is None and mlflow.active_run() is not None:
-            return  # the script has opened it
+        run = self._resumed = os.environ.get("MLFLOW_RUN_ID")
         if run is None:
+            if mlflow.active_run() is not None:
+                return  # the script has opened it
             if name := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
                 # As MLflowCallback.setup does later; without the variable the script's choice counts.
                 mlflow.set_experiment(name)
@@ -219,8 +219,6 @@ class _MLflow(_Continued):
             else:
                 tags = {_MLFLOW_TAG: self.run_name}
                 run = client.create_run(place, tags=tags, run_name=args.run_name).info.run_id
-        else:
-            self._resumed = run
         replaced: dict[str, Any] = {"start_run": lambda nested=False, **_: mlflow.start_run(run_id=run, nested=nested)}
         if self._resumed is not None:
             # The parameters are those of the first attempt, and the server refuses others.
@@ -231,12 +229,11 @@ class _MLflow(_Continued):
     def _find_held(self) -> _Held | None:
         if not isinstance(self._ml_flow, _Module):
             return None
-        held: dict[str, set[int]] = {}
-        if self._resumed is not None:
-            client = self._ml_flow.MlflowClient()
-            for name in client.get_run(self._resumed).data.metrics:
-                held[name] = {point.step for point in client.get_metric_history(self._resumed, name)}
-        return dict(held)
+        if self._resumed is None:
+            return {}
+        client, run = self._ml_flow.MlflowClient(), self._resumed
+        names = client.get_run(run).data.metrics
+        return {name: {point.step for point in client.get_metric_history(run, name)} for name in names}
 
     def _called(self, name: str) -> str:
         # As MLflowCallback.on_log does.

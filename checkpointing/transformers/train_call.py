@@ -70,28 +70,26 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Number of steps that were done before."""
-        return self.point.step if self.point is not None else _step_of(self.folder)
+        """Number of steps that were done before; 0 where a stock Trainer's checkpoint does not say."""
+        if self.point is not None:
+            return self.point.step
+        try:
+            with (Path(str(self.folder)) / TRAINER_STATE_NAME).open() as file:
+                return int(json.load(file)["global_step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
 
     @property
     def had_ended(self) -> bool:
         """Whether a callback had ended training when the checkpoint to be restored was made."""
         return self.pending is not None and self.record is not None and self.record.ended
 
-    def take_pending(self) -> LoadedCheckpoint | None:
-        """Return `pending`, once."""
-        pending, self.pending = self.pending, None
-        return pending
-
 
 def choose_start(restoring: Restoring, args: Any, asked: str | bool | None, lineage: str = "") -> Start:
     """Agree with all ranks on where to start; called by every rank.
 
-    Args:
-        restoring: Knows this run's checkpoints.
-        args: The trainer's `TrainingArguments`.
-        asked: `resume_from_checkpoint` as the script passes it; counts while the run has no checkpoint of its own.
-        lineage: A supervisor's name of the run, the same in every attempt; empty without a supervisor.
+    What the script has `asked` for as `resume_from_checkpoint` counts while the run has no checkpoint of its own. The
+    `lineage` is a supervisor's name of the run, the same in every attempt; empty without a supervisor.
     """
     # FSDP2 moves the model to the device only later.
     point = restoring.choose(on_device=args.device.type != "cpu")
@@ -117,15 +115,6 @@ def _run_name(lineage: str, stage: str, record: JobRecord | None) -> str:
     if record is not None and record.run_name is not None:
         return record.run_name
     return uuid.uuid4().hex[:_ID_LENGTH]
-
-
-def _step_of(folder: str | bool | None) -> int:
-    """Return the step of a stock Trainer's checkpoint; 0 if there is none to start from."""
-    try:
-        with (Path(str(folder)) / TRAINER_STATE_NAME).open() as file:
-            return int(json.load(file)["global_step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
 
 
 @dataclass
@@ -171,8 +160,3 @@ class TrainCall:
             evaluation=InterruptibleEvaluation(manager, args.world_size),
             throughput=Throughput(ranks.count),
         )
-
-    def take_due(self) -> Due:
-        """Return `due`, once."""
-        due, self.due = self.due, Due()
-        return due

@@ -17,6 +17,7 @@ from checkpointing.host.environment import rank_settings
 from checkpointing.host.failpoints import failpoint
 from checkpointing.manager.manager import CheckpointManager, skipped_steps
 from checkpointing.manager.spikes import SkippedSteps
+from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.callback import CommitNotices, EvaluationCutShort, StepCallback, watch_callbacks
 from checkpointing.transformers.exact import ExactMixin
 from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead, stops_epoch
@@ -227,7 +228,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
     def _begin_resumed(self) -> None:
         """Restore the loop, once, before the first batch of a resumed run is drawn."""
         session = self._session
-        point = session.start.take_pending()
+        point, session.start.pending = session.start.pending, None
         if point is None:
             return
         loop = LoopState.read(point, self.args.process_index, self.args.world_size)
@@ -296,5 +297,6 @@ class ResilientMixin(ExactMixin, SavingMixin):
         finally:
             session.evaluation.end()
         # After logging and evaluation, as a save would be: what they change belongs to this step.
-        if session.take_due().snapshot:
+        due, session.due = session.due, Due()
+        if due.snapshot:
             self._snapshot(commit=False)

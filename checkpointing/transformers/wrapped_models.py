@@ -18,11 +18,7 @@ from checkpointing.state.zero import is_engine
 
 
 def adapter_of(model: Any) -> Adapter | None:
-    """Return what is saved of a PEFT model; None if the whole model is saved.
-
-    Raises:
-        CheckpointError: The model has several adapters.
-    """
+    """Return what is saved of a PEFT model; None if the whole model is saved."""
     if not accelerate.utils.is_peft_model(model):
         return None
     from peft import get_peft_model_state_dict

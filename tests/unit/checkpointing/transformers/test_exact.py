@@ -11,7 +11,7 @@ import torch
 from checkpointing.data.dealing import Dealing
 from checkpointing.errors import CheckpointError
 from checkpointing.transformers import _virtual_ranks
-from checkpointing.transformers.exact import AUTO, ExactMixin, ExactSteps, check_exact
+from checkpointing.transformers.exact import AUTO, ExactMixin, ExactSteps, altered, as_virtual_ranks, check_exact, own
 
 
 def test_ranks_with_fewer_micro_batches_begin_with_fillers() -> None:
@@ -118,3 +118,31 @@ def test_out_of_memory_first_costs_speed_and_then_ends_the_run(monkeypatch: pyte
     assert _virtual_ranks(None) == 0
     with pytest.raises(CheckpointError, match="out of memory"):
         _virtual_ranks(8)
+
+
+class Processes:
+    num_processes = 2
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor, tensor])
+
+    def gather_for_metrics(self, input_data: torch.Tensor, use_gather_object: bool = False) -> torch.Tensor:
+        return torch.stack([input_data, input_data])
+
+
+def test_an_accelerator_stands_for_all_virtual_ranks() -> None:
+    ranks, given = Processes(), torch.tensor(1.0)
+    with as_virtual_ranks(ranks, 8):
+        assert (ranks.num_processes, ranks.gather(given).numel()) == (8, 2)
+    with pytest.raises(RuntimeError), as_virtual_ranks(ranks, 8, own):
+        assert ranks.gather(tensor=given) is given
+        assert ranks.gather_for_metrics(input_data=given, use_gather_object=False) is given
+        raise RuntimeError
+    assert (ranks.num_processes, ranks.gather_for_metrics(given).numel()) == (2, 2) and type(ranks) is Processes
+
+
+def test_what_others_have_can_be_altered() -> None:
+    value = {"a": (torch.tensor([1, 2]), [torch.tensor(0.5)]), "b": torch.tensor([True]), "c": "text"}
+    found = altered(value)
+    assert found["a"][0].tolist() == [2, 3] and float(found["a"][1][0]) == 1.5
+    assert not found["b"].item() and found["c"] == "text"

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from helpers.thread_ranks import run_ranks
@@ -15,14 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from checkpointing.data.dealing import block_of
 from checkpointing.process.ranks import Ranks
-from checkpointing.transformers.exact_figures import (
-    EvaluationFigures,
-    Figures,
-    altered,
-    as_virtual_ranks,
-    fill_last_batch,
-    own,
-)
+from checkpointing.transformers.exact_figures import EvaluationFigures, Figures, fill_last_batch
 
 
 def trainer_of_trl() -> Any:
@@ -119,31 +111,3 @@ def test_the_last_batch_of_a_single_rank_is_filled(drop_last: bool, expected: li
         fill_last_batch(SimpleNamespace())
         assert [batch.tolist() for batch in loader] == expected
     assert loader.total_batch_size == 3
-
-
-class Processes:
-    num_processes = 2
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack([tensor, tensor])
-
-    def gather_for_metrics(self, input_data: torch.Tensor, use_gather_object: bool = False) -> torch.Tensor:
-        return torch.stack([input_data, input_data])
-
-
-def test_an_accelerator_stands_for_all_virtual_ranks() -> None:
-    ranks, given = Processes(), torch.tensor(1.0)
-    with as_virtual_ranks(ranks, 8):
-        assert (ranks.num_processes, ranks.gather(given).numel()) == (8, 2)
-    with pytest.raises(RuntimeError), as_virtual_ranks(ranks, 8, own):
-        assert ranks.gather(tensor=given) is given
-        assert ranks.gather_for_metrics(input_data=given, use_gather_object=False) is given
-        raise RuntimeError
-    assert (ranks.num_processes, ranks.gather_for_metrics(given).numel()) == (2, 2) and type(ranks) is Processes
-
-
-def test_what_others_have_can_be_altered() -> None:
-    value = {"a": (torch.tensor([1, 2]), [torch.tensor(0.5)]), "b": torch.tensor([True]), "c": "text"}
-    found = altered(value)
-    assert found["a"][0].tolist() == [2, 3] and float(found["a"][1][0]) == 1.5
-    assert not found["b"].item() and found["c"] == "text"
