@@ -77,10 +77,10 @@ class StepCallback(TrainerCallback):
 
 
 class Throughput:
-    """Counts token ids, and computes the rate between two log entries."""
+    """Counts token ids, and computes the rate between two log entries, as if all ranks had as many as this one."""
 
     def __init__(self, num_ranks: int = 1) -> None:
-        """Assume that every data parallel rank, of which there are `num_ranks`, has as many tokens as this one."""
+        # Data parallel ones.
         self._num_ranks = num_ranks
         # Ids that all ranks have computed, padding included.
         self._num_ids = 0

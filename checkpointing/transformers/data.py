@@ -180,10 +180,7 @@ class TrainingData:
     def resume_position(
         self, point: LoadedCheckpoint | None, by_steps: tuple[int, int], steps_per_epoch: int
     ) -> tuple[int, int]:
-        """Set the loader to a checkpoint's position; return the epoch, and the number of its batches to skip.
-
-        The Trainer derives both from the number of steps, which counts where no position is known.
-        """
+        """Set the loader to a checkpoint's position; return the epoch, and the number of its batches to skip."""
         if point is None or self.cursor is None or self._args.ignore_data_skip:
             return by_steps
         saved = self._manager.positions_in(point)

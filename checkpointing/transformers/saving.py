@@ -145,10 +145,8 @@ class SavingMixin(_Base):
         # As the Trainer does before it saves.
         self.state.stateful_callbacks |= export_states([*self.callback_handler.callbacks, self.control])
         self._track()
-        own: dict[str, SmallFile] = {
-            loop_state_name(self.args.process_index): self._loop_state().to_bytes,
-            **(added or {}),
-        }
+        own: dict[str, SmallFile] = {loop_state_name(self.args.process_index): self._loop_state().to_bytes}
+        own |= added or {}
         shared: dict[str, SmallFile] = {}
         if self.args.local_process_index == 0:
             if not manager.static_files:

@@ -37,10 +37,7 @@ _Base: Any = TrainerCallback if TYPE_CHECKING else object
 
 
 def continue_trackers(callbacks: list[Any], run: str) -> bool:
-    """Make the trackers among `callbacks` continue one run of theirs, and return whether there are any.
-
-    The run's name is the same in all attempts, and of letters and digits.
-    """
+    """Make the trackers among `callbacks` continue a run, named by letters and digits; return whether there are any."""
     found = False
     for callback in callbacks:
         if not isinstance(callback, _Continued):
@@ -94,8 +91,7 @@ class _Continued(_Base):
         super().on_log(args, state, control, logs=logs, **kwargs)
 
     def _holds(self, name: str, step: int, value: Any) -> bool:
-        assert self._held is not None
-        return step in self._held.get(self._called(name), ())
+        return self._held is not None and step in self._held.get(self._called(name), ())
 
     def _called(self, name: str) -> str:
         """Return the tracker's name for an entry of the Trainer's log."""

@@ -80,13 +80,12 @@ class ResilientMixin(ExactMixin, SavingMixin):
         self._track()
         # As the script passes the data: trainers may drop rows when training begins.
         session.job = job_of(type(self), self.train_dataset)
-        session.start = start = choose_start(
-            self._manager.restoring, self.args, resume_from_checkpoint, rank_settings().lineage
-        )
+        restoring = self._manager.restoring
+        session.start = start = choose_start(restoring, self.args, resume_from_checkpoint, rank_settings().lineage)
         self._begin_exact(session, start)
         self._fit_job(start)
         session.has_trackers = continue_trackers(self.callback_handler.callbacks, start.run_name)
-        self._manager.restoring.check_way(start.step)
+        restoring.check_way(start.step)
         evaluates_first = self.args.eval_on_start
         # A resumed run has done it before: the figures are in the history.
         self.args.eval_on_start = evaluates_first and start.point is None
@@ -272,17 +271,11 @@ class ResilientMixin(ExactMixin, SavingMixin):
         session, control, step = self._session, self.control, self.state.global_step
         figures = session.figures
         figures.update(grad_norm, learning_rate)
-        session.guard.judge(
-            step,
-            figures.grad_norm,
-            # An evaluation may lead to a save; and it waits for the device anyway.
-            is_kept=control.should_save
-            or control.should_evaluate
-            or session.due.snapshot
-            or step >= self.state.max_steps,
-            has_scaler=skips_bad_steps(self),
-            was_applied=not self.accelerator.optimizer_step_was_skipped or not skips_bad_steps(self),
-        )
+        # An evaluation may lead to a save; and it waits for the device anyway.
+        is_kept = control.should_save or control.should_evaluate or session.due.snapshot or step >= self.state.max_steps
+        has_scaler = skips_bad_steps(self)
+        was_applied = not (has_scaler and self.accelerator.optimizer_step_was_skipped)
+        session.guard.judge(step, figures.grad_norm, is_kept=is_kept, has_scaler=has_scaler, was_applied=was_applied)
         if control.should_evaluate:
             # The position in the data is known, and this step is not saved yet.
             session.evaluation.begin(can_be_repeated=session.data.is_followed and self._manager.wants(step))

@@ -14,8 +14,6 @@ from checkpointing.errors import CheckpointError
 from checkpointing.state.adapter import Adapter, live_tensors
 from checkpointing.state.zero import is_engine
 
-# -- PEFT ------------------------------------------------------------------------------------------------------------
-
 
 def adapter_of(model: Any) -> Adapter | None:
     """Return what is saved of a PEFT model; None if the whole model is saved."""
@@ -36,9 +34,6 @@ def adapter_of(model: Any) -> Adapter | None:
     # The base need not be a model of transformers.
     base = getattr(getattr(model, "config", None), "name_or_path", "") or ""
     return Adapter(lambda state: select(state_dict=dict(state)), base)
-
-
-# -- DeepSpeed (`TrainingArguments(deepspeed=...)`, or accelerate's plugin) ------------------------------------------
 
 
 def tracked_model(trainer: Any) -> Any:
@@ -74,9 +69,6 @@ def advance_schedule(trainer: Any) -> None:
     engine = trainer.model_wrapped
     if is_engine(engine) and trainer.accelerator.sync_gradients and engine.lr_scheduler is not None:
         engine.lr_scheduler.step()
-
-
-# -- configurations --------------------------------------------------------------------------------------------------
 
 
 def configuration_files(trainer: Any) -> dict[str, bytes]:
