@@ -38,6 +38,7 @@ from contract.support import commit
 from helpers import spread_checkpoint
 from helpers.journals import event
 from helpers.proposals import proposed
+from helpers.small_checkpoint import STEP, point
 from prometheus_client import generate_latest
 from rich.console import Console
 
@@ -79,7 +80,6 @@ NUM_CASES = int(os.environ.get("FUZZ_CASES", "200"))
 _SEED_ASKED = os.environ.get("FUZZ_SEED", "1")
 SEED = random.SystemRandom().randrange(10**9) if _SEED_ASKED == "random" else int(_SEED_ASKED)
 ONLY = int(os.environ["FUZZ_CASE"]) if "FUZZ_CASE" in os.environ else None
-STEP = 20
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,6 @@ class Place:
         for step in (10, STEP):
             commit(storage, step, nbytes=4096)
         return storage
-
-
-def point(name: str, data: bytes) -> LoadedCheckpoint:
-    """What a rank holds when it has read a file, and found its digest right."""
-    files = {name: memoryview(bytearray(data))}
-    return LoadedCheckpoint(
-        f"/runs/checkpoint-{STEP}", step=STEP, world_size=1, samples_consumed=80, files=files, path=None, private=True
-    )
 
 
 @pytest.fixture(scope="module")

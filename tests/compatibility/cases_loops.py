@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,19 @@ from compatibility.table import MAX_STEPS, case, differs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+
+def _fit(run: Run, net: Any, optimizer: Any, *, after: Callable[[], object] = lambda: None, **options: Any) -> None:
+    """Train `net`; `after` is called where a step ends, and `options` are the manager's."""
+    manager = run.manager(model=net, optimizer=optimizer, **options)
+    for step, _ in run.steps(manager):
+        x, y = batch(run, step)
+        optimizer.zero_grad()
+        net(x, y)["loss"].backward()
+        optimizer.step()
+        after()
+        manager.step(step + 1)
+    manager.close()
 
 
 @case("loops/one process", ranks=1)
@@ -50,15 +64,7 @@ def _average(run: Run) -> None:
     net = wrapped(run, model)
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    manager = run.manager(model=net, optimizer=optimizer, states={"average": average})
-    for step, _ in run.steps(manager):
-        x, y = batch(run, step)
-        optimizer.zero_grad()
-        net(x, y)["loss"].backward()
-        optimizer.step()
-        average.update_parameters(model)
-        manager.step(step + 1)
-    manager.close()
+    _fit(run, net, optimizer, after=lambda: average.update_parameters(model), states={"average": average})
     run.finish(model=[model, average], optimizer=optimizer)
 
 
@@ -165,16 +171,8 @@ def _compile(run: Run) -> None:
 def _compile_ddp(run: Run) -> None:
     run.initialize()
     model = tiny.Perceptron()
-    compiled: Any = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = run.manager(model=compiled, optimizer=optimizer)
-    for step, _ in run.steps(manager):
-        x, y = batch(run, step)
-        optimizer.zero_grad()
-        compiled(x, y)["loss"].backward()
-        optimizer.step()
-        manager.step(step + 1)
-    manager.close()
+    _fit(run, torch.compile(DistributedDataParallel(model), backend="aot_eager"), optimizer)
     run.finish(model=model, optimizer=optimizer)
 
 
@@ -222,16 +220,7 @@ def _reset(run: Run) -> None:
     model = tiny.Perceptron()
     net = wrapped(run, model)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    manager = run.manager(model=net, optimizer=optimizer)
-    for step, _ in run.steps(manager):
-        x, y = batch(run, step)
-        optimizer.zero_grad()
-        net(x, y)["loss"].backward()
-        optimizer.step()
-        with torch.no_grad():
-            model.last.weight.clamp_(-0.2, 0.2)
-        manager.step(step + 1)
-    manager.close()
+    _fit(run, net, optimizer, after=lambda: model.last.weight.data.clamp_(-0.2, 0.2))
     run.finish(model=model, optimizer=optimizer)
 
 
@@ -340,14 +329,7 @@ def _sharded(run: Run, **options: Any) -> None:
     fully_shard(model.first, **options)
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = run.manager(model=model, optimizer=optimizer)
-    for step, _ in run.steps(manager):
-        x, y = batch(run, step)
-        optimizer.zero_grad()
-        model(x, y)["loss"].backward()
-        optimizer.step()
-        manager.step(step + 1)
-    manager.close()
+    _fit(run, model, optimizer)
     run.finish(model=model, optimizer=optimizer)
 
 
@@ -413,14 +395,7 @@ def _power(run: Run, *, saved: bool) -> None:
     hook = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
     net.register_comm_hook(hook, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    manager = run.manager(model=net, optimizer=optimizer, states={"hook": _HookState(hook)} if saved else {})
-    for step, _ in run.steps(manager):
-        x, y = batch(run, step)
-        optimizer.zero_grad()
-        net(x, y)["loss"].backward()
-        optimizer.step()
-        manager.step(step + 1)
-    manager.close()
+    _fit(run, net, optimizer, states={"hook": _HookState(hook)} if saved else {})
     run.finish(model=model, optimizer=optimizer)
 
 
@@ -465,13 +440,13 @@ def _teacher(run: Run) -> None:
 # -- loaders ----------------------------------------------------------------------------------------------------------
 
 
-def _with_loader(run: Run, loader: Any, **options: Any) -> None:
-    """The loop of the README with `manager.batches`."""
+def _with_loader(run: Run, loader: Any, *, by_itself: bool = False, **options: Any) -> None:
+    """The loop of the README with `manager.batches`, or with a loader that is drawn from `by_itself`."""
     model = tiny.Perceptron()
     net = wrapped(run, model)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     manager = run.manager(model=net, optimizer=optimizer, **options)
-    for step, data in run.steps(manager, lambda: manager.batches(loader)):
+    for step, data in run.steps(manager, lambda: iter(loader) if by_itself else manager.batches(loader)):
         optimizer.zero_grad()
         net(data["x"], data["labels"])["loss"].backward()
         optimizer.step()
@@ -579,16 +554,7 @@ def _stateful_in_states(run: Run) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     loader = StatefulDataLoader(tiny.Points(60), batch_size=3, shuffle=True)
-    model = tiny.Perceptron()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = run.manager(model=model, optimizer=optimizer, states={"loader": loader})
-    for step, data in run.steps(manager, lambda: iter(loader)):
-        optimizer.zero_grad()
-        model(data["x"], data["labels"])["loss"].backward()
-        optimizer.step()
-        manager.step(step + 1)
-    manager.close()
-    run.finish(model=model, optimizer=optimizer)
+    _with_loader(run, loader, by_itself=True, states={"loader": loader})
 
 
 # -- accelerate launch ------------------------------------------------------------------------------------------------

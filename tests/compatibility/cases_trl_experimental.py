@@ -28,6 +28,16 @@ from trl.trainer.dpo_config import DPOConfig
 
 # A restart between two steps over the same completions, and before anything is logged.
 _EARLY: dict[str, Any] = {"kills": ((0, 5),), "saved": (3,)}
+_LOADER_NOT_FOLLOWED = differs(
+    "its loader is no DataLoader, whose position could be followed",
+    part="^after the kill: batch",
+    warning="_RepeatBatchDataLoader is not a torch DataLoader",
+)
+_AVERAGE_NOT_SAVED = differs(
+    "the averaged weights in TRL's `PEFTAdapterEMACallback` are not saved",
+    part="^after the kill: parameters",
+    warning="training has changed what no checkpoint holds: PEFTAdapterEMACallback",
+)
 
 
 def _prompts(**columns: int) -> Dataset:
@@ -67,10 +77,6 @@ def _arguments(run: Run, cls: Any, **options: Any) -> Any:
     return tiny.arguments(run, cls, **{"logging_steps": 4, **options})
 
 
-def _student(run: Run) -> Any:
-    return tiny.saved(run, tiny.llama())
-
-
 def _teacher(run: Run) -> Any:
     """Another model than the student, in a folder with its tokenizer."""
     folder = run.folder / "teacher"
@@ -82,6 +88,14 @@ def _teacher(run: Run) -> Any:
     while not folder.exists():
         time.sleep(0.01)
     return type(tiny.llama()).from_pretrained(folder)
+
+
+def _made(run: Run, trainer: Any, config: Any, given: dict[str, Any], **options: Any) -> Any:
+    """A trainer of a small model over prompts, which is `given` the rest; most options are its configuration's."""
+    own = {name: options.pop(name) for name in ("peft_config", "train_dataset") if name in options}
+    model = tiny.saved(run, tiny.llama())
+    common = {"model": model, "train_dataset": _prompts(), "processing_class": tiny.tokenizer()}
+    return trainer(**(common | given | own), args=_arguments(run, config, **options))
 
 
 def _variety(completions: list[str], **kwargs: Any) -> list[float]:
@@ -99,15 +113,8 @@ def _lora(**options: Any) -> Any:
 
 
 def _distillation(run: Run, **options: Any) -> Any:
-    own: dict[str, Any] = {name: options.pop(name) for name in ("peft_config", "train_dataset") if name in options}
-    given: dict[str, Any] = {
-        "model": _student(run),
-        "teacher_model": _teacher(run),
-        "args": _arguments(run, DistillationConfig, **{"max_completion_length": 4, **options}),
-        "train_dataset": _prompts(),
-        "processing_class": tiny.tokenizer(),
-    }
-    return DistillationTrainer(**(given | own))
+    given = {"teacher_model": _teacher(run)}
+    return _made(run, DistillationTrainer, DistillationConfig, given, max_completion_length=4, **options)
 
 
 @case("trl/Distillation", stock=True)
@@ -133,25 +140,13 @@ def _distillation_streaming(run: Run) -> None:
 
 @case("trl/GKD", stock=True)
 def _gkd(run: Run) -> None:
-    run.train(
-        GKDTrainer(
-            model=_student(run),
-            teacher_model=_teacher(run),
-            args=_arguments(run, GKDConfig, lmbda=0.5, max_length=32, max_new_tokens=4),
-            train_dataset=_chats(),
-            processing_class=tiny.tokenizer(),
-        )
-    )
+    given = {"teacher_model": _teacher(run), "train_dataset": _chats()}
+    run.train(_made(run, GKDTrainer, GKDConfig, given, lmbda=0.5, max_length=32, max_new_tokens=4))
 
 
 def _gold(run: Run, **options: Any) -> Any:
-    return GOLDTrainer(
-        model=_student(run),
-        teacher_model=_teacher(run),
-        args=_arguments(run, GOLDConfig, **{"lmbda": 0.5, "max_length": 32, "max_completion_length": 4, **options}),
-        train_dataset=tiny.stored(run, _chats()),
-        processing_class=tiny.tokenizer(),
-    )
+    given = {"teacher_model": _teacher(run), "train_dataset": tiny.stored(run, _chats())}
+    return _made(run, GOLDTrainer, GOLDConfig, given, lmbda=0.5, max_length=32, max_completion_length=4, **options)
 
 
 @case("trl/GOLD", stock=True)
@@ -165,24 +160,14 @@ def _gold_accumulation(run: Run) -> None:
 
 
 def _iw_opd(run: Run, **options: Any) -> Any:
-    return IWOPDTrainer(
-        model=_student(run),
-        teacher_model=_teacher(run),
-        args=_arguments(
-            run, IWOPDConfig, **{"max_length": 32, "max_prompt_length": 24, "max_completion_length": 4, **options}
-        ),
-        train_dataset=_chats(),
-        processing_class=tiny.tokenizer(),
-    )
+    given = {"teacher_model": _teacher(run), "train_dataset": _chats()}
+    lengths = {"max_length": 32, "max_prompt_length": 24, "max_completion_length": 4}
+    return _made(run, IWOPDTrainer, IWOPDConfig, given, **lengths, **options)
 
 
 @case(
     "trl/IW-OPD",
-    verdict=differs(
-        "its loader is no DataLoader, whose position could be followed",
-        part="^after the kill: batch",
-        warning="_RepeatBatchDataLoader is not a torch DataLoader",
-    ),
+    verdict=_LOADER_NOT_FOLLOWED,
     stock=True,
     **_EARLY,
 )
@@ -192,11 +177,7 @@ def _iw_opd_default(run: Run) -> None:
 
 @case(
     "trl/IW-OPD accumulation",
-    verdict=differs(
-        "its loader is no DataLoader, whose position could be followed",
-        part="^after the kill: batch",
-        warning="_RepeatBatchDataLoader is not a torch DataLoader",
-    ),
+    verdict=_LOADER_NOT_FOLLOWED,
     stock=True,
     **_EARLY,
 )
@@ -213,14 +194,8 @@ def _gold_uld(run: Run) -> None:
 
 
 def _sdft(run: Run, **options: Any) -> Any:
-    own: dict[str, Any] = {name: options.pop(name) for name in ("peft_config",) if name in options}
-    return SDFTTrainer(
-        model=_student(run),
-        args=_arguments(run, SDFTConfig, **{"num_generations": 2, "max_completion_length": 4, **options}),
-        train_dataset=_prompts(privileged_context=20),
-        processing_class=tiny.tokenizer(),
-        **own,
-    )
+    given = {"train_dataset": _prompts(privileged_context=20)}
+    return _made(run, SDFTTrainer, SDFTConfig, given, num_generations=2, max_completion_length=4, **options)
 
 
 @case("trl/SDFT", stock=True)
@@ -242,11 +217,7 @@ def _sdft_average(run: Run) -> None:
 
 @case(
     "trl/SDFT averaged teacher, LoRA",
-    verdict=differs(
-        "the averaged weights in TRL's `PEFTAdapterEMACallback` are not saved",
-        part="^after the kill: parameters",
-        warning="training has changed what no checkpoint holds: PEFTAdapterEMACallback",
-    ),
+    verdict=_AVERAGE_NOT_SAVED,
     stock=True,
 )
 def _sdft_average_lora(run: Run) -> None:
@@ -254,17 +225,9 @@ def _sdft_average_lora(run: Run) -> None:
 
 
 def _sdpo(run: Run, **options: Any) -> Any:
-    own: dict[str, Any] = {name: options.pop(name) for name in ("peft_config",) if name in options}
     # Some of the completions count as successful; the others are taught by them.
     options = {"num_generations": 4, "max_completion_length": 4, "success_reward_threshold": 4.0, **options}
-    return SDPOTrainer(
-        model=_student(run),
-        reward_funcs=_variety,
-        args=_arguments(run, SDPOConfig, **options),
-        train_dataset=_prompts(),
-        processing_class=tiny.tokenizer(),
-        **own,
-    )
+    return _made(run, SDPOTrainer, SDPOConfig, {"reward_funcs": _variety}, **options)
 
 
 @case("trl/SDPO", stock=True)
@@ -283,11 +246,7 @@ def _sdpo_buffer(run: Run) -> None:
 
 @case(
     "trl/SDPO averaged teacher, LoRA",
-    verdict=differs(
-        "the averaged weights in TRL's `PEFTAdapterEMACallback` are not saved",
-        part="^after the kill: parameters",
-        warning="training has changed what no checkpoint holds: PEFTAdapterEMACallback",
-    ),
+    verdict=_AVERAGE_NOT_SAVED,
     stock=True,
 )
 def _sdpo_lora(run: Run) -> None:
@@ -306,13 +265,8 @@ def _some_correct(prompts: list[str], completions: list[str], **kwargs: Any) -> 
 
 
 def _a2po(run: Run, **options: Any) -> Any:
-    return A2POTrainer(
-        model=_student(run),
-        reward_funcs=_some_correct,
-        args=_arguments(run, A2POConfig, **{"max_completion_length": 4, "num_value_samples": 4, **options}),
-        train_dataset=_prompts(),
-        processing_class=tiny.tokenizer(),
-    )
+    given = {"reward_funcs": _some_correct}
+    return _made(run, A2POTrainer, A2POConfig, given, max_completion_length=4, num_value_samples=4, **options)
 
 
 # This and IW-OPD log what their own rank has seen, and the saved history is rank 0's: the log is to begin after the
@@ -329,27 +283,13 @@ def _a2po_all(run: Run) -> None:
 
 @case("trl/GMPO", stock=True)
 def _gmpo(run: Run) -> None:
-    run.train(
-        GMPOTrainer(
-            model=_student(run),
-            reward_funcs=_variety,
-            args=_arguments(run, GMPOConfig, num_generations=4, max_completion_length=4),
-            train_dataset=_prompts(),
-            processing_class=tiny.tokenizer(),
-        )
-    )
+    given = {"reward_funcs": _variety}
+    run.train(_made(run, GMPOTrainer, GMPOConfig, given, num_generations=4, max_completion_length=4))
 
 
 def _online_dpo(run: Run, **options: Any) -> Any:
-    own: dict[str, Any] = {name: options.pop(name) for name in ("peft_config",) if name in options}
-    return OnlineDPOTrainer(
-        model=_student(run),
-        reward_funcs=_variety,
-        args=_arguments(run, OnlineDPOConfig, **{"max_new_tokens": 4, "max_length": 32, **options}),
-        train_dataset=_prompts(),
-        processing_class=tiny.tokenizer(),
-        **own,
-    )
+    given = {"reward_funcs": _variety}
+    return _made(run, OnlineDPOTrainer, OnlineDPOConfig, given, max_new_tokens=4, max_length=32, **options)
 
 
 @case("trl/Online DPO", stock=True, **_EARLY)
@@ -364,14 +304,8 @@ def _online_dpo_lora(run: Run) -> None:
 
 @case("trl/TPO", stock=True)
 def _tpo(run: Run) -> None:
-    run.train(
-        TPOTrainer(
-            model=tiny.llama(),
-            args=_arguments(run, TPOConfig, max_length=32),
-            train_dataset=tiny.stored(run, _preferences("chosen", "rejected", "reference")),
-            processing_class=tiny.tokenizer(),
-        )
-    )
+    rows = tiny.stored(run, _preferences("chosen", "rejected", "reference"))
+    run.train(_made(run, TPOTrainer, TPOConfig, {"model": tiny.llama(), "train_dataset": rows}, max_length=32))
 
 
 @case(
@@ -385,13 +319,8 @@ def _tpo(run: Run) -> None:
 )
 def _bema(run: Run) -> None:
     average = BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=2, lag=1)
-    trainer = BEMADPOTrainer(
-        model=_student(run),
-        ref_model=tiny.llama(),
-        args=_arguments(run, DPOConfig, max_length=32),
-        train_dataset=tiny.stored(run, _preferences("chosen", "rejected")),
-        processing_class=tiny.tokenizer(),
-        callbacks=[average],
-    )
+    rows = tiny.stored(run, _preferences("chosen", "rejected"))
+    given = {"ref_model": tiny.llama(), "train_dataset": rows, "callbacks": [average]}
+    trainer = _made(run, BEMADPOTrainer, DPOConfig, given, max_length=32)
     run.train(trainer)
     run.finish(reference=trainer.ref_model.state_dict(), average=average.running_model.state_dict())

@@ -1,4 +1,4 @@
-"""A checkpoint of a small training, on disk or as a snapshot in memory."""
+"""A checkpoint of a small training, on disk or as a snapshot in memory; a loaded one of a single file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from checkpointing.agent.events import Event
 from checkpointing.commit.commit_steps import StagedFile
 from checkpointing.commit.protocol import commit_snapshot
 from checkpointing.files.file_images import FileImage, blob_image, pieces
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.files.torch_files import TorchFileLayout, torch_bytes
 from checkpointing.format.digest import RunningDigest, digesting
@@ -61,6 +62,22 @@ def snapshot(step: int, training: tuple[torch.nn.Module, torch.optim.Optimizer],
         data = b"".join(bytes(piece) for piece in digesting(pieces(image, window, HostDevice()), digest))
         files[image.name], digests[image.name] = memoryview(bytearray(data)), digest.result()
     return OfferedSnapshot(SnapshotInfo("run", attempt, step, 1, step, {}), files, digests)
+
+
+STEP, SAMPLES = 20, 80
+
+
+def point(name: str, data: bytes, step: int = STEP) -> LoadedCheckpoint:
+    """Return what a rank holds of a single file, once its digest was checked; every step has four samples."""
+    return LoadedCheckpoint(
+        f"/runs/checkpoint-{step}",
+        step=step,
+        world_size=1,
+        samples_consumed=step * SAMPLES // STEP,
+        files={name: memoryview(bytearray(data))},
+        path=None,
+        private=True,
+    )
 
 
 class Agent:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.restore_points import point
+from helpers.small_checkpoint import point
 
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.format.layout import BUCKETS_NAME

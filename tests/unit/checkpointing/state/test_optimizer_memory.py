@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.restore_points import point
+from helpers.small_checkpoint import point
 
 from checkpointing.files.torch_files import torch_bytes
 from checkpointing.format.layout import OPTIMIZER_NAME

@@ -12,7 +12,7 @@ import accelerate
 import pytest
 import torch
 import transformers.trainer
-from helpers.restore_points import point
+from helpers.small_checkpoint import point
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from checkpointing.data.cursor import LoaderCursor

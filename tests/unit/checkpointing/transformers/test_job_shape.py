@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.restore_points import point
+from helpers.small_checkpoint import point
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.restore_points import point
+from helpers.small_checkpoint import point
 from transformers import TrainerState
 
 from checkpointing.data.dealing import StepLayout

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers.restore_points import point
+from helpers.small_checkpoint import point
 from transformers import Trainer, TrainerControl, TrainerState
 
 from checkpointing.data.dealing import StepLayout

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from helpers.restore_points import point
+from helpers.small_checkpoint import point
 from transformers import TrainerControl
 
 from checkpointing.data.dealing import StepLayout
