@@ -15,8 +15,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from checkpointing.agent.events import BatchShape
-from checkpointing.data.data_digest import fingerprint
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
+from checkpointing.data.position import fingerprint
 from checkpointing.errors import CheckpointError
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings

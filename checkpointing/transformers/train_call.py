@@ -14,8 +14,6 @@ from typing import Any
 from transformers.trainer_utils import get_last_checkpoint
 
 from checkpointing.data.dealing import StepLayout
-from checkpointing.manager.manager import CheckpointManager
-from checkpointing.data.step_layout import StepLayout
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import TRAINER_STATE_NAME
 from checkpointing.manager.restoring import Restoring

@@ -12,7 +12,7 @@ import accelerate
 
 from checkpointing.errors import CheckpointError
 from checkpointing.state.adapter import Adapter, live_tensors
-from checkpointing.state.zero import is_engine
+from checkpointing.state.kinds.zero import is_engine
 
 
 def adapter_of(model: Any) -> Adapter | None:

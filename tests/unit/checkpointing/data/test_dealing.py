@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from checkpointing.data.dealing import Dealing, DealtBatchSampler, RecutBatchSampler, StepLayout
 from checkpointing.data.position import Position
 from checkpointing.errors import CheckpointError
-from checkpointing.transformers.same_job import fit_layout
+from checkpointing.transformers.job_shape import fit_layout
 
 
 def plain(samples: int = 20, batch_size: int = 2, drop_last: bool = False) -> BatchSampler:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from checkpointing.agent.events import BatchShape
-from checkpointing.data.step_layout import StepLayout
+from checkpointing.data.dealing import StepLayout
 from checkpointing.errors import CheckpointError
 from checkpointing.host.environment import ALLOW_CHANGES_ENV
 from checkpointing.transformers import job_shape
