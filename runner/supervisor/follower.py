@@ -13,8 +13,7 @@ from functools import partial
 from checkpointing.agent.events import Event, TrainingStarted
 from runner.errors import ExitCode, PeersMissing, RunnerError
 from runner.journal.attempts import AttemptSpec, Job
-from runner.journal.events import RunEnded, RunStarted
-from runner.journal.summary import RunState
+from runner.journal.events import RunStarted
 from runner.lease.leadership import Takeover
 from runner.node.node import Node
 from runner.peers.auth import configured_secret, read_secret
@@ -36,17 +35,16 @@ from runner.peers.messages import (
 from runner.recovery.bad_machines import this_machine
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
+from runner.recovery.policy import Stop
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
 from runner.session.identity import JobIdentity, key_of
 from runner.session.session import Session
-from runner.supervisor.ends import end_of_error
 from runner.supervisor.make_node import PatientStart, make_node
-from runner.supervisor.run_record import finished_job
+from runner.supervisor.run_record import end_of_error, ended, finished_job
 
 _TURN_S = 0.5
 # From a stop request to the leader's answer while no attempt runs here.
 _STOP_PATIENCE_S = 15.0
-_END_STATES = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}
 
 
 class Follower:
@@ -113,10 +111,9 @@ class Follower:
             self._say("connecting to the leader at {}:{}".format(*self._config.launch.peer_address))
             session.loop.every(_TURN_S, self._turn)
             try:
-                exit_code, reason = self._follow()
+                end = self._follow()
             except (RunnerError, OSError) as error:
                 end = end_of_error(error)
-                exit_code, reason = end.exit_code, end.reason
             finally:
                 self._member.close()
                 if self._node is not None and self._takeover.lease is None:
@@ -124,24 +121,23 @@ class Follower:
             led = self._takeover.lead(self._node)
             if led is not None:
                 return led
-            state = _END_STATES.get(exit_code, RunState.FAILED)
-            session.record(RunEnded(state=state.value, exit_code=int(exit_code), reason=reason))
+            session.record(ended(end))
         # The leader shows everything else.
-        if exit_code == ExitCode.DONE:
+        if end.exit_code == ExitCode.DONE:
             self._say("the run has finished")
         else:
-            outcome = "stopped" if exit_code == ExitCode.PREEMPTED else "failed"
-            print(f"runner: {outcome}: {reason} (exit code {int(exit_code)})", file=sys.stderr)
+            outcome = "stopped" if end.exit_code == ExitCode.PREEMPTED else "failed"
+            print(f"runner: {outcome}: {end.reason} (exit code {int(end.exit_code)})", file=sys.stderr)
         self._display.close()
-        return exit_code
+        return end.exit_code
 
-    def _follow(self) -> tuple[ExitCode, str]:
+    def _follow(self) -> Stop:
         configured_secret()  # A mistake in it is not one to wait for.
         while self._wait(lambda: self._run_id is not None) and self._take_part(self._num_connections):
             pass
         if self._finish is None:
-            return ExitCode.PREEMPTED, "stopped on request"
-        return ExitCode(self._finish.exit_code), self._finish.reason
+            return Stop(ExitCode.PREEMPTED, "stopped on request")
+        return Stop(ExitCode(self._finish.exit_code), self._finish.reason)
 
     def _take_part(self, connection: int) -> bool:
         """Take part in one attempt, unless the connection of that number is lost before; return as `_wait` does."""

@@ -11,30 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpointing.commit.tiers import Tiers
-from runner.config.schema import Config
+from runner.config.schema import Config, RestartConfig
 from runner.errors import ExitCode, LaunchDelayed, LaunchError, PeersMissing, RunnerError
-from runner.journal.attempts import AttemptResult, Job
-from runner.journal.events import RunEnded
-from runner.journal.summary import RunState
+from runner.journal.attempts import Job
+from runner.journal.events import Backoff
 from runner.lease.leadership import Inherited, Leadership
 from runner.lease.lease import Lease
 from runner.node.node import Node
 from runner.peers.link import Leader
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import Action, FailureKind
-from runner.recovery.policy import BatchDivision, Restart, Stop, decide, end_of_node
+from runner.recovery.policy import BatchDivision, Restart, Stop, backoff_s, decide, end_of_node
 from runner.session.admission import Limits
 from runner.session.identity import JobIdentity
 from runner.session.session import Session
 from runner.session.step_samples import StepSamples
-from runner.supervisor.ends import end_of_error, end_without_last_save, end_without_location
 from runner.supervisor.make_node import make_node
 from runner.supervisor.membership import Membership
-from runner.supervisor.retry import retry
-from runner.supervisor.run_record import RunRecord
+from runner.supervisor.run_record import RunRecord, end_of_error, end_without_last_save, end_without_location, ended
 from runner.ui.progress import ProgressDisplay
-
-_END_STATES = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}
 
 
 class Supervisor:
@@ -119,7 +114,7 @@ class Supervisor:
             decision = self._finish(decision, drained=drained)
         decision = end_of_node(decision, self._config.launch.node_rank, self._members.bad_nodes)
         self.reason, self.was_replaced = decision.reason, self._lead.is_lost
-        self._session.record(_ended(decision))
+        self._session.record(ended(decision))
         self._record.finish_journal()
         self._lead.release()
         return decision.exit_code
@@ -277,7 +272,7 @@ class Supervisor:
         if result.training_began:
             state.account_for_steps(result.start_step, failure.step or result.start_step)
         session.record(result.event(failure, self._node.checkpoints.committed_step))
-        return failure, _log_of(failure, result)
+        return failure, result.log if failure.rank == result.failure.rank else None
 
     def _each_turn(self) -> None:
         """Handle stop requests and other nodes while an attempt runs."""
@@ -290,13 +285,21 @@ class Supervisor:
             self._node.end_attempt(Failure(FailureKind.ENDED, "another node leads this run now"))
 
 
-def _ended(decision: Stop) -> RunEnded:
-    state = _END_STATES.get(decision.exit_code, RunState.FAILED)
-    return RunEnded(state=state.value, exit_code=int(decision.exit_code), reason=decision.reason)
+def retry(attempt: Callable[[], Restart | Stop], restart: RestartConfig, session: Session) -> Stop:
+    """Run attempts until one decides to stop, with a backoff before each further one; return the last decision.
 
-
-def _log_of(failure: Failure, result: AttemptResult) -> Path | None:
-    return result.log if failure.rank == result.failure.rank else None
+    The number of attempts is limited by the decisions (`policy.decide`), not here. A stop request ends the wait.
+    """
+    while isinstance(decision := attempt(), Restart):
+        delay_s = backoff_s(
+            decision.failures_in_a_row,
+            initial_s=restart.backoff_initial_s,
+            max_s=restart.backoff_max_s,
+            jitter_s=restart.backoff_jitter_s,
+        )
+        session.record(Backoff(delay_s=round(delay_s, 3)))
+        session.sleep(delay_s)
+    return decision
 
 
 class Notices:

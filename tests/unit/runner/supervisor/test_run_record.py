@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from checkpointing.agent.events import FencedEvent
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.storage.sidecars import LocalSidecars
+from checkpointing.storage import LocalStorage, open_storage
+from checkpointing.storage.local_sidecars import LocalSidecars
+from runner.errors import CheckpointsMissing, ExitCode, RunnerError, UsageError
 from runner.journal.attempts import Job
 from runner.journal.journal import Journal
 from runner.recovery.failure import Failure
@@ -20,7 +24,7 @@ from runner.recovery.kinds import FailureKind
 from runner.recovery.restart_state import RestartState, RunnerProcess
 from runner.session.admission import Limits
 from runner.session.identity import JobIdentity, key_of
-from runner.supervisor.run_record import RunRecord
+from runner.supervisor.run_record import RunRecord, end_of_error, end_without_location
 
 JOB = JobIdentity({"job": "script train.py"})
 
@@ -185,3 +189,36 @@ def test_a_start_while_the_durable_tier_is_away_goes_by_the_local_tiers_copy(
     assert again.state.reached == 7
     with pytest.raises(StorageTimeout):
         RunRecord(bench.session.config, bench.session.directory, "run", JOB)
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "reason"),
+    [
+        (UsageError("use --nnodes"), ExitCode.USAGE, "use --nnodes"),
+        (CheckpointsMissing("holds no checkpoint"), CheckpointsMissing.exit_code, "holds no checkpoint"),
+        # A full disk may have room again, or another node may have some: not the error of this run.
+        (
+            OSError(errno.ENOSPC, "No space left", "/run/x"),
+            ExitCode.BUDGET_SPENT,
+            "system error: /run/x: No space left",
+        ),
+        (OSError("odd"), ExitCode.BUDGET_SPENT, "system error: odd"),
+    ],
+)
+def test_errors_outside_of_attempts(error: RunnerError | OSError, exit_code: ExitCode, reason: str) -> None:
+    end = end_of_error(error)
+    assert (end.exit_code, end.reason) == (exit_code, reason)
+
+
+def test_a_location_that_is_gone_ends_the_run(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "checkpoints"))
+    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+    assert end_without_location(storage, 3) is None
+    (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    end = end_without_location(storage, 3)
+    assert end is not None and end.exit_code is ExitCode.STORAGE_FAILED
+    assert "existed when attempt 3 began and is gone; put it back" in end.reason
+
+
+def test_object_storage_is_never_gone() -> None:
+    assert end_without_location(open_storage("memory://bucket/run"), 3) is None

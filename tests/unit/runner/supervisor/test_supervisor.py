@@ -12,6 +12,7 @@ import pytest
 from helpers.node_fakes import FakeLeader, FakeNode, FakeSession, ended
 
 from checkpointing.storage import LocalStorage
+from runner.config.schema import RestartConfig
 from runner.errors import ExitCode, LaunchDelayed, LaunchError, UsageError
 from runner.journal.attempts import AttemptResult, Job
 from runner.journal.events import AttemptEnded, Backoff, RunEnded, StepsSkipped
@@ -19,10 +20,10 @@ from runner.lease.lease import Lease, LeaseRecord, newest_lease, take
 from runner.peers.messages import Finish
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.policy import AttemptRecord
+from runner.recovery.policy import AttemptRecord, Restart, Stop
 from runner.recovery.restart_state import RestartState
 from runner.session.identity import JobIdentity, key_of
-from runner.supervisor.supervisor import Supervisor
+from runner.supervisor.supervisor import Supervisor, retry
 
 FINISHED = ended(FailureKind.FINISHED, 20, cause="all ranks finished")
 
@@ -471,3 +472,37 @@ def test_a_leader_that_waits_for_nodes_notices_that_it_was_replaced(tmp_path: Pa
     loop: Any = bench.session.loop
     loop.plan = [lambda: None, lambda: setattr(keeper, "replaced_by", NEWER)]
     assert bench.run() is ExitCode.PREEMPTED
+
+
+STOP = Stop(ExitCode.DONE, "why")
+CONFIG = RestartConfig(backoff_initial_s=10.0, backoff_max_s=25.0, backoff_jitter_s=0.0)
+
+
+def repeated(folder: Path, decisions: list[Restart | Stop]) -> FakeSession:
+    session = FakeSession(folder)
+    assert retry(lambda: decisions.pop(0), CONFIG, session) is STOP and not decisions
+    return session
+
+
+def test_a_stop_is_the_end(tmp_path: Path) -> None:
+    session = repeated(tmp_path, [STOP])
+    assert not session.waits and not session.events
+
+
+def test_waits_double_with_the_failures_in_a_row_and_are_recorded(tmp_path: Path) -> None:
+    session = repeated(tmp_path, [*(Restart(number, "why") for number in (1, 2, 3, 4, 1)), STOP])
+    assert session.waits == [0.0, 10.0, 20.0, 25.0, 0.0]
+    assert session.events == [Backoff(delay_s=delay) for delay in session.waits]
+
+
+def test_the_loop_has_no_limit_of_its_own(tmp_path: Path) -> None:
+    session = repeated(tmp_path, [*[Restart(1, "why")] * 500, STOP])
+    assert len(session.waits) == 500
+
+
+def test_an_error_of_an_attempt_is_not_retried(tmp_path: Path) -> None:
+    def fail() -> Stop:
+        raise OSError("why")
+
+    with pytest.raises(OSError, match="why"):
+        retry(fail, CONFIG, FakeSession(tmp_path))
