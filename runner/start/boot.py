@@ -16,18 +16,21 @@ import click
 
 from checkpointing.host.threads import in_background
 from runner.config.schema import Config
-from runner.errors import ExitCode, RunBusy
+from runner.errors import ExitCode, RunBusy, UsageError
 from runner.journal.attempts import Job
+from runner.journal.journal import read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.lease.leadership import Inherited, LeaderChoice, Takeover, take_over
 from runner.lease.lease import LeaseRecord
+from runner.journal.summary import RunSummary, render, summarise
+from runner.lease.leader_choice import LeaderChoice, take_over
+from runner.lease.leadership import Inherited, Takeover
+from runner.lease.record import LeaseRecord
 from runner.ranks.output import drain_streams
 from runner.session import preflight
 from runner.session.excluded_machines import check_own_machine
 from runner.session.identity import between_nodes, identify
 from runner.session.session import Session
-from runner.start.earlier_run import move_aside
-from runner.start.outcome import print_outcome, print_summary
 from runner.supervisor.follower import Follower
 from runner.supervisor.supervisor import Supervisor
 from runner.system.cache import discard_unsealed
@@ -85,13 +88,14 @@ class Boot:
         Raises:
             RunnerError: The run cannot begin: the settings, the storage, the job or this machine are wrong.
         """
-        self._open_directory()
+        self._directory.create()
+        self._directory.lock(_say, lambda: bool(self._stop))
         self._identity = unless_stopped(
             self._stop, lambda: identify(self._config, self._wanted.script, self._wanted.args)
         )
         if self._wanted.step == "auto" and preflight.is_done(self._config, self._directory, self._identity):
             _say("this run is finished; nothing to do (--resume never --overwrite starts a new run)")
-            print_summary(self._config, self._directory)
+            click.echo(render(self._summary(), paths_of(self._config, self._directory)))
             return ExitCode.DONE
         is_away = self._reach_storage()
         self._choose_leader()
@@ -108,10 +112,6 @@ class Boot:
             self._session, self._job, location_id=self._location_id, identity=self._shared_identity, lease=lease
         )
         return self._end(supervisor, supervisor.run())
-
-    def _open_directory(self) -> None:
-        self._directory.create()
-        self._directory.lock(_say, lambda: bool(self._stop))
 
     def _reach_storage(self) -> bool:
         """Check that the location can be used; return whether it cannot be reached for now."""
@@ -229,8 +229,21 @@ class Boot:
         if supervisor.was_replaced and not self._stop:
             _say(f"{supervisor.reason}; this node follows it")
             _start_again_as_follower()
-        print_outcome(supervisor, exit_code, self._config, self._directory)
+        summary = self._summary()
+        if summary.step > 0:
+            click.echo(render(summary, paths_of(self._config, self._directory)))
+        elif exit_code == ExitCode.DONE:
+            _say("finished")
+        if exit_code != ExitCode.DONE:
+            # Not from the journal: it may have been moved away, or its disk may be full.
+            state = "stopped" if exit_code == ExitCode.PREEMPTED else "failed"
+            shown = supervisor.failed_log is not None and exit_code != ExitCode.PREEMPTED
+            log = f"; log: {supervisor.failed_log}" if shown else ""
+            _say(f"{state}: {supervisor.reason} (exit code {int(exit_code)}{log})")
         return exit_code
+
+    def _summary(self) -> RunSummary:
+        return summarise(read_journal(self._directory.journal), now=time.time())
 
 
 def unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T:
@@ -263,3 +276,43 @@ def _start_again_as_follower() -> None:
     os.environ[FOLLOWS_ENV] = "1"
     drain_streams()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def move_aside(config: Config, directory: RunDirectory, *, overwrite: bool) -> bool:
+    """Make room for a new run; return whether an earlier run was moved aside.
+
+    Raises:
+        UsageError: There is an earlier run that may not or cannot be moved.
+    """
+    tiers = config.tiers
+    steps = {step for storage in tiers.nearest_first for step in storage.steps()}
+    if not steps and tiers.durable.root is None and tiers.durable.sidecars.read_restart_state() is not None:
+        # The stored state of another run's failures does not apply to this one.
+        tiers.durable.sidecars.write_restart_state(b"{}")
+    if not steps and not directory.journal.exists():
+        return False
+    if not overwrite:
+        raise UsageError(
+            f"--resume never: {directory.root} already contains a run; add --overwrite to move it aside, or choose "
+            "another --output-dir"
+        )
+    folders = [storage.root for storage in tiers.nearest_first if storage.root is not None]
+    if tiers.durable.root is None and tiers.durable.steps():
+        raise UsageError(
+            f"--overwrite: {tiers.durable.location} contains checkpoints, and an object store cannot move them; choose "
+            "another checkpoint.location, or remove them"
+        )
+    _say(f"moved the earlier run to {directory.move_aside(folders)}")
+    return True
+
+
+def paths_of(config: Config, directory: RunDirectory) -> dict[str, str]:
+    """Return what a run leaves, by name: the paths that exist, and URLs."""
+    paths = {
+        "best model": str(directory.best_model),
+        "checkpoints": config.checkpoint_location,
+        **({"local tier": config.checkpoint.local_tier} if config.checkpoint.local_tier else {}),
+        "journal": str(directory.journal),
+        "logs": str(directory.logs),
+    }
+    return {name: path for name, path in paths.items() if "://" in path or Path(path).exists()}

@@ -20,13 +20,16 @@ from helpers.node_fakes import FakeDisplay
 from checkpointing.storage import LocalStorage
 from runner.cli import start as command
 from runner.cli.start import start
+from runner.config.schema import Config
 from runner.errors import ExitCode, StorageFailed, UsageError
 from runner.journal import run_directory
 from runner.journal.journal import Journal
+from runner.journal.run_directory import RunDirectory
 from runner.lease.leadership import Inherited
 from runner.lease.lease import LeaseRecord
 from runner.session import preflight
 from runner.start import boot
+from runner.start.boot import move_aside, paths_of
 from runner.system.event_loop import StopRequest
 from runner.ui import prometheus
 
@@ -322,3 +325,50 @@ def test_a_stop_request_does_not_wait_for_a_server(
         boot.unless_stopped(stop, lambda: time.sleep(0.01))
     assert end.value.code == ExitCode.PREEMPTED
     assert "stopped before the first attempt" in capsys.readouterr().out
+
+
+class Remote:
+    """An object store with checkpoints of these steps."""
+
+    location, root = "s3://bucket/run", None
+
+    def __init__(self, *steps: int) -> None:
+        self._steps, self.sidecars = list(steps), self
+        self.state: bytes | None = b'{"failures": 3}'
+
+    def steps(self) -> list[int]:
+        return self._steps
+
+    def read_restart_state(self) -> bytes | None:
+        return self.state
+
+    def write_restart_state(self, data: bytes) -> None:
+        self.state = data
+
+
+def start_over(store: Remote, directory: RunDirectory, *, overwrite: bool) -> bool:
+    config: Any = SimpleNamespace(tiers=SimpleNamespace(nearest_first=[store], durable=store))
+    return move_aside(config, directory, overwrite=overwrite)
+
+
+def test_an_object_store_cannot_move_checkpoints(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    directory.create()
+    with pytest.raises(UsageError, match="an object store cannot move them"):
+        start_over(Remote(5), directory, overwrite=True)
+
+
+def test_failures_of_another_run_do_not_count(tmp_path: Path) -> None:
+    directory, store = RunDirectory(str(tmp_path / "run")), Remote()
+    directory.create()
+    assert not start_over(store, directory, overwrite=False)
+    assert store.state == b"{}"
+
+
+def test_paths_that_exist_and_urls_are_shown(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {"output_dir": str(tmp_path), "checkpoint": {"location": "s3://bucket/run", "local_tier": str(tmp_path / "no")}}
+    )
+    directory = RunDirectory(str(tmp_path))
+    directory.create()
+    assert paths_of(config, directory) == {"checkpoints": "s3://bucket/run", "logs": str(tmp_path / "logs")}
