@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpointing.data.dealing import Dealing
 from checkpointing.data.generators import batch_seed, drawing_by
 from checkpointing.errors import CheckpointError
-from checkpointing.exact.exchange import Exchange
-from checkpointing.exact.partial_sums import PartialSums
+from checkpointing.exact.summation import Exchange, PartialSums
 from checkpointing.process import device
 
 _CURRENT = "_checkpointing_exact"
@@ -219,11 +218,9 @@ class ExactGradients:
         """Forget what an unfinished step has added up."""
         self._sums.clear()
 
-    @contextlib.contextmanager
-    def unsummed(self) -> Iterator[None]:
-        """Leave the gradients of what is computed in the context on this rank."""
-        with self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else contextlib.nullcontext():
-            yield
+    def unsummed(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the gradients of what is computed stay on this rank."""
+        return self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else contextlib.nullcontext()
 
     def _sum_alone(self, last: int) -> None:
         """Sum up on the only rank, where there is no DDP, which would refuse this by itself."""
@@ -233,14 +230,14 @@ class ExactGradients:
                 # As with DDP: what no virtual rank has used is left alone by the optimizer.
                 continue
             gradient = parameter.grad.detach()
-            _, (own,) = self._sums.with_last(last, [parameter], [gradient])
+            (own,) = self._sums.with_last(last, [parameter], [gradient])
             self._exchange.mean(gradient, own)
 
     def _hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket; DDP calls it in the backward pass of the last virtual rank of the block."""
         self._is_summed = True
         flat, views = bucket.buffer(), _views(bucket)
-        _, values = self._sums.with_last(self.block[-1], bucket.parameters(), views)
+        values = self._sums.with_last(self.block[-1], bucket.parameters(), views)
         rest = [_laid_out(flat, views, node) for node in values[:-1]]
         self._exchange.mean(flat, [*rest, flat])
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

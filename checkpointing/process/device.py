@@ -184,7 +184,7 @@ class Accelerator:
         if source.device.type == "cpu":
             self._host.copy(buffer, offset, source)
             return
-        for first, last in _cut(offset, source.numel()):
+        for first, last in cut(offset, source.numel()):
             target = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset + first, count=last - first)
             target.copy_(source[first:last], non_blocking=True)
 
@@ -198,7 +198,7 @@ class Accelerator:
         target.as_strided(source.shape, (*strides, 1)).copy_(source)
 
 
-def _cut(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+def cut(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of a copy to `offset` of an arena, none of which crosses a multiple of `CHUNK_BYTES`."""
     first = 0
     while first < nbytes:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 from checkpointing.errors import CheckpointError
 from checkpointing.host.shared_memory import PAGE_BYTES, SharedMemory
-from checkpointing.process.device import CHUNK_BYTES
+from checkpointing.process.device import CHUNK_BYTES, cut
 
 logger = logging.getLogger("checkpointing")
 
@@ -46,13 +46,7 @@ def ranges_to_pin(extents: Sequence[Range]) -> list[Range]:
             merged[-1][1] = max(merged[-1][1], end)
         else:
             merged.append([begin, end])
-    cut: list[Range] = []
-    for begin, end in merged:
-        while begin < end:
-            stop = min(end, (begin // CHUNK_BYTES + 1) * CHUNK_BYTES)
-            cut.append((begin, stop))
-            begin = stop
-    return cut
+    return [(begin + first, begin + last) for begin, end in merged for first, last in cut(begin, end - begin)]
 
 
 class Pinning:

@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.errors import CheckpointError
+from checkpointing.process.trees import replaced, tensors_in
 
 T = TypeVar("T")
 Part = tuple[memoryview, int, int]
+# Each rank copies smaller tensors itself: a collective would take longer.
+_SMALL_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,66 @@ class Ranks:
         if self.group is not None:
             dist.barrier(group=self.group)
 
+    def can_share_copies(self, device: torch.device) -> bool:
+        """Return whether `to_device` is worthwhile: one machine has all ranks, and a back end for its accelerators.
+
+        Gloo would copy tensors back to the host first; with several machines, each rank copies what its machine has.
+        """
+        if device.type == "cpu" or self.world_size == 1 or self.world_size != self.local_world_size:
+            return False
+        return backend_of(device) not in ("gloo", "mpi")
+
+    def to_device(
+        self, state: Any, device: torch.device, broadcast: Callable[[torch.Tensor, int], object] = dist.broadcast
+    ) -> Any:
+        """Return a nested state with its large tensors on the device; all ranks of a node call this with equal states.
+
+        Each rank copies a share, and the default process group broadcasts it. Host memory that is not pinned crosses
+        the bus through the driver's own buffers, at a few GB/s and the cost of a processor; between accelerators the
+        process group is many times as fast.
+
+        Args:
+            state: Nested dicts, lists and tuples. Small tensors, and views of others, stay where they are.
+            device: This rank's accelerator.
+            broadcast: Sends a tensor from a rank to all others.
+        """
+        large: dict[int, torch.Tensor] = {}
+        for tensor in tensors_in(state):
+            # Tensors that share their memory must share it afterwards, too.
+            is_alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+            if tensor.device.type == "cpu" and tensor.nbytes >= _SMALL_BYTES and is_alone:
+                large.setdefault(id(tensor), tensor)
+        moved: dict[int, torch.Tensor] = {}
+        copiers = owners([tensor.nbytes for tensor in large.values()], self.world_size)
+        for (key, tensor), owner in zip(large.items(), copiers, strict=True):
+            moved[key] = tensor.to(device) if owner == self.rank else torch.empty_like(tensor, device=device)
+            # As bytes: not every back end supports every type.
+            broadcast(moved[key].view(-1).view(torch.uint8), owner)
+        return replaced(state, lambda value: moved.get(id(value), value))
+
 
 def _tensor(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """Return the name of the backend by which a process group moves tensors of a device; "gloo" if it names none."""
+    config = str(dist.get_backend_config(group))
+    backends = dict(part.split(":") for part in config.split(",") if ":" in part)
+    return backends.get(device.type, "gloo")
+
+
+def owners(sizes: Sequence[int], world_size: int) -> list[int]:
+    """Return the rank that copies each tensor, so that all copy about as many bytes; equal on all ranks.
+
+    Args:
+        sizes: Sizes of the tensors, in bytes.
+        world_size: Number of ranks.
+    """
+    copied = [0] * world_size
+    found = []
+    for size in sizes:
+        owner = min(range(world_size), key=copied.__getitem__)
+        copied[owner] += size
+        found.append(owner)
+    return found

@@ -20,7 +20,7 @@ from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.sharding import has_sharded
 from checkpointing.format.layout import OPTIMIZER_NAME
 from checkpointing.host.environment import rank_settings
-from checkpointing.process import broadcast, rng
+from checkpointing.process import rng
 from checkpointing.process.ranks import Ranks
 from checkpointing.resume.agreement import choose, own_checkpoint
 from checkpointing.resume.verified_read import read_checkpoint
@@ -204,9 +204,9 @@ def placer(train_state: TrainState, ranks: Ranks) -> Callable[[Any], Any]:
     if model is None or has_sharded(model) or not isinstance(optimizer, torch.optim.Optimizer):
         return lambda state: state
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if not broadcast.is_worthwhile(device, ranks.world_size, ranks.local_world_size):
+    if not ranks.can_share_copies(device):
         return lambda state: state
-    return lambda state: broadcast.to_device(state, device, ranks.rank, ranks.world_size)
+    return lambda state: ranks.to_device(state, device)
 
 
 def check_nothing_in_the_way(tiers: Tiers, start_step: int) -> None:

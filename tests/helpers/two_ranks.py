@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from infra.torchrun import Ended, torchrun
@@ -45,7 +46,7 @@ def _broadcast_through_host() -> None:
     """Have restored states brought by broadcasts, also where no process group moves what is on these devices."""
     import torch.distributed as dist
 
-    from checkpointing.process import broadcast as broadcasting
+    from checkpointing.process import ranks
 
     def through_host(tensor: torch.Tensor, owner: int) -> None:
         on_host = tensor.cpu()
@@ -53,9 +54,10 @@ def _broadcast_through_host() -> None:
         tensor.copy_(on_host)
         print(f"rank {dist.get_rank()} has {tensor.nbytes} bytes from {owner}", flush=True)
 
-    broadcasting._SMALL_BYTES = 1024
-    broadcasting.is_worthwhile = lambda *_: True
-    broadcasting.to_device = functools.partial(broadcasting.to_device, broadcast=through_host)
+    ranks._SMALL_BYTES = 1024
+    made: Any = ranks.Ranks
+    made.can_share_copies = lambda *_: True
+    made.to_device = functools.partialmethod(made.to_device, broadcast=through_host)
 
 
 def main() -> None:

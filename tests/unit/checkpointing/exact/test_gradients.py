@@ -9,7 +9,7 @@ import torch
 
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.gradients import ExactGradients
-from checkpointing.exact.tree import TreeNode, total
+from checkpointing.exact.summation import TreeNode, total
 
 
 def net() -> torch.nn.Sequential:

@@ -38,7 +38,7 @@ def test_every_piece_of_a_copy_lies_in_one_registered_range(extents: list[tuple[
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
     assert all(end - begin <= CHUNK_BYTES for begin, end in ranges)
     for begin, end in extents:
-        pieces = [(begin + first, begin + last) for first, last in device._cut(begin, end - begin)]
+        pieces = [(begin + first, begin + last) for first, last in device.cut(begin, end - begin)]
         assert sum(last - first for first, last in pieces) == end - begin
         for first, last in pieces:
             assert sum(low <= first and last <= high for low, high in ranges) == 1
