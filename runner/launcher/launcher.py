@@ -80,8 +80,14 @@ def rank_main(spec: dict[str, Any]) -> None:
 def prepare_main(spec: dict[str, str]) -> None:
     """Prepare the data of the bundled job, in a fork of the fork server; `spec` is the `prepare` of the request."""
     from runner.training.prepare import run
+    """Prepare the data of the bundled job, in a fork of the fork server.
 
-    run(spec)
+    Args:
+        spec: The `prepare` of the request.
+    """
+    from runner.training.rank import run_preparation
+
+    run_preparation(spec)
 
 
 def main() -> int:

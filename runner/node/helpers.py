@@ -121,7 +121,7 @@ class Helpers:
         return is_gone or (self._warm and not self._is_preparing)
 
     def prepare(self, spec: dict[str, str]) -> None:
-        """Have the launcher prepare the data of the bundled job; `spec` is that of `runner.training.prepare.run`."""
+        """Have the launcher prepare the data of the bundled job; `spec` is that of `run_preparation`."""
         if self.launcher is not None and self.launcher.alive and not self._is_preparing:
             self._is_preparing = True
             self.launcher.send({"prepare": spec})

@@ -1,4 +1,7 @@
-"""The bundled job: supervised fine-tuning with TRL's `SFTTrainer`, resumable at every committed step."""
+"""The bundled job: supervised fine-tuning with TRL's `SFTTrainer`, resumable at every committed step.
+
+A node that joins a running attempt prepares the data of the job first, so that the others do not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ from runner.config.load import load_config
 from runner.config.schema import Config
 from runner.system.cache import seal
 from runner.training.callbacks import MetricsCallback, perplexities
-from runner.training.event_sender import EventSender
 from runner.training.model import BaseWeights, adapter_config, build, load_model
+from runner.training.rank import EventSender
 from runner.training.tracking import AimTracker
 from runner.training.training_data import load_training_data
 
@@ -35,6 +38,8 @@ from runner.training.training_data import load_training_data
 _PATIENCE_AT_FAILURE_S = 1.0
 # File next to `best_model` with the Trainer's log history over all attempts, and perplexities.
 HISTORY_NAME = "training_history.json"
+# Options that have no influence on the data, and would set up what only ranks have.
+_OF_RANKS = ("deepspeed", "fsdp_config", "tf32", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 
 
 def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool = False) -> None:
@@ -272,3 +277,33 @@ def _trackers(config: Config, rank: int) -> list[AimTracker]:
     if config.tracking.aim_repo is None or rank != 0:
         return []
     return [AimTracker(config.tracking.aim_repo, config.tracking.experiment, config.checkpoint_location)]
+
+
+def prepare(config_path: str, cache: Path) -> None:
+    """Fill a cache as the ranks of this configuration do.
+
+    What is made is what they look for: the tokenizer, the data set and its tokenised rows, and the model's files where
+    it has a name. No weight is put into memory, and no GPU is used.
+
+    Raises:
+        ValueError: The data cannot be used.
+        OSError: Data or model cannot be loaded.
+    """
+    config = load_config(config_path, environment={})
+    if config.data.streaming:
+        return
+    transformers.utils.logging.set_verbosity_error()
+    datasets.utils.logging.disable_progress_bar()
+    options = {name: value for name, value in config.trainer.items() if name not in _OF_RANKS}
+    args = training_arguments(config.model_copy(update={"strategy": "ddp", "trainer": options}))
+    dataset, held_back = load_training_data(config.data, cache, seed=args.seed)
+    model, tokenizer = build(config.model, config.method, dataset, cache, bf16=args.bf16, seed=args.seed, outline=True)
+    _Preparing(model=model, args=args, train_dataset=dataset, eval_dataset=held_back, processing_class=tokenizer)
+    seal(cache)
+
+
+class _Preparing(SFTTrainer):
+    """Tokenises the data when it is made, as `SFTTrainer` does; cannot train."""
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leave a model without weights where it is."""

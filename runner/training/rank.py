@@ -1,25 +1,72 @@
-"""Entry point of a rank."""
+"""Entry points of the processes that are forked from the fork server: a rank, and one that prepares its data."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import faulthandler
+import json
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 from checkpointing.errors import EXIT_PREEMPTED
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.manager import stop_signal
+from runner.recovery.evidence import printable
 from runner.system import processes
-from runner.training.event_sender import EventSender
 from runner.training.failure_report import describe, is_transient, print_traceback
 
 _MAX_ERROR = 4000
+# Seconds that `send_surely` waits for space in the supervisor's short queue.
+_PATIENCE_S = 2.0
+# Without `LOCAL_RANK`, which would have accelerate begin a process group.
+ALONE = {"WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+class EventSender:
+    """Sends events to the supervisor, as datagrams that are dropped rather than waited for.
+
+    It never blocks for long and never fails, so training does not depend on the receiver.
+
+    Args:
+        path: Path of the receiver's socket.
+        attempt: Number of the attempt.
+    """
+
+    def __init__(self, path: str, attempt: int = 0) -> None:
+        self._path, self._attempt = path, attempt
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock.setblocking(False)
+
+    def send(self, event: str, **details: Any) -> None:
+        """Send an event with its fields, or drop it if the queue is full."""
+        with contextlib.suppress(OSError):
+            self._send(event, details)
+
+    def send_surely(self, event: str, **details: Any) -> None:
+        """Send an event likewise, waiting a moment for space in the queue."""
+        deadline = time.monotonic() + _PATIENCE_S
+        with contextlib.suppress(OSError):
+            while True:
+                try:
+                    return self._send(event, details)
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        return None
+                    time.sleep(0.001)
+
+    def _send(self, event: str, details: dict[str, Any]) -> None:
+        # An exception's text may quote a name that is not UTF-8.
+        texts = {name: printable(value) for name, value in details.items() if isinstance(value, str)}
+        message = {"event": event, "in_attempt": self._attempt, **details, **texts}
+        self._sock.sendto(json.dumps(message).encode(), self._path)
 
 
 def run_rank(spec: dict[str, Any]) -> None:
@@ -29,7 +76,7 @@ def run_rank(spec: dict[str, Any]) -> None:
         spec: `env` (variables to set), `events` (path of the socket), `config` (file), `cache` (folder), `script` and
             `args` (the user's own script, or None), `resumes` (see `run_job`), `accelerators` (number on this node).
     """
-    become_independent()
+    _become_independent()
     processes.be_traceable()
     sender = EventSender(spec["events"], RankSettings.from_json(spec["env"][SETTINGS_ENV]).attempt)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -82,7 +129,24 @@ def _report_failure(sender: EventSender, rank: int, error: str, frame: str | Non
     sender.send_surely("rank_failed", rank=rank, error=error[:_MAX_ERROR], frame=frame, transient=transient)
 
 
-def become_independent() -> None:
+def run_preparation(spec: dict[str, str]) -> None:
+    """Prepare the data of the bundled job; the output goes to a file.
+
+    Args:
+        spec: `config` (file), `cache` (folder) and `log` (file).
+    """
+    _become_independent()
+    processes.set_name("prepare")
+    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.environ.update(ALONE)
+    from runner.training.job import prepare
+
+    prepare(spec["config"], Path(spec["cache"]))
+
+
+def _become_independent() -> None:
     """Undo what a fork has of the launcher: its death ends this process, too, and signals have their own effect."""
     launcher = multiprocessing.parent_process()
     # The fork server dies with the launcher, and this process with the fork server.

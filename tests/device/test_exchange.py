@@ -14,8 +14,7 @@ SCRIPT = """
 import torch, torch.distributed as dist
 import second_device
 second_device.load()
-from checkpointing.exact.summation import Exchange
-from checkpointing.exact.summation import TreeNode, total
+from checkpointing.exact.summation import Exchange, TreeNode, total
 from checkpointing.data.dealing import block_of
 dist.init_process_group("gloo")
 rank, virtual_ranks = dist.get_rank(), 4
