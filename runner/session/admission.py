@@ -1,4 +1,7 @@
-"""Which nodes take part in the next attempt of an elastic run. Pure: what is known goes in, a decision comes out."""
+"""Which nodes take part in the next attempt of an elastic run, and whether its ranks can share the samples of a step.
+
+Decisions are pure: what is known goes in, a decision comes out.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from runner.config.schema import LaunchConfig
+from checkpointing.agent.events import BatchShape
+from checkpointing.commit.catalog import Catalog
+from runner.config.launch import LaunchConfig
+from runner.config.schema import Config
 from runner.errors import UsageError
-from runner.session.preflight import check_shares
-from runner.session.step_samples import StepSamples
+from runner.recovery.policy import BatchDivision
+from runner.recovery.restart_state import RestartState
+from runner.session.identity import JobIdentity
 
 # A node of the last attempt that is still connected has its processes ready within this time, or counts as lost.
 _RETURN_S = 30.0
@@ -44,13 +52,7 @@ class Limits:
 
     @classmethod
     def of(cls, launch: LaunchConfig, shape: tuple[int, int], samples: StepSamples) -> Limits:
-        """Return the limits of a configuration.
-
-        Args:
-            launch: The configuration.
-            shape: Number of nodes, and of ranks on each.
-            samples: Knows how many samples a step has.
-        """
+        """Return the limits of a configuration; `shape` is the number of nodes, and of ranks on each."""
         num_nodes, local_ranks = shape
         smallest = min(launch.min_nodes or num_nodes, num_nodes)
         return cls(
@@ -83,14 +85,10 @@ class Limits:
                     f"a step of this run has {self.samples} {self.parts}, which {ranks} ranks cannot share; start at "
                     f"most {most} ranks in all (--nproc-per-node, --nnodes)"
                 )
-            check_shares(self.samples, self.max_nodes * self.local_ranks, self.model_ranks)
+            check_shares(self.samples, self.max_nodes * self.local_ranks, model_ranks=self.model_ranks)
 
     def fitting(self, available: int) -> int | None:
-        """Return the largest number of nodes that can share a step's samples; None if there is none.
-
-        Args:
-            available: Number of nodes that there are.
-        """
+        """Return the largest number of so many nodes that can share a step's samples; None if there is none."""
         for number in range(min(available, self.max_nodes), self.min_nodes - 1, -1):
             sharing, rest = divmod(number * self.local_ranks, self.model_ranks)
             if rest:
@@ -100,21 +98,16 @@ class Limits:
         return None
 
     def missing(self, ready: AbstractSet[int]) -> list[int]:
-        """Return the lowest node ranks that are absent, as many as there are nodes missing.
-
-        Args:
-            ready: Node ranks of the nodes that there are; spares may have ranks above `max_nodes`.
-        """
+        """Return the lowest node ranks that are absent, as many as there are nodes missing."""
+        # Spares may have ranks above `max_nodes`.
         absent = sorted(set(range(self.max_nodes)) - ready)
         return absent[: max(self.max_nodes - len(ready), 0)]
 
     def chosen(self, available: AbstractSet[int], members: AbstractSet[int], leader: int) -> frozenset[int] | None:
         """Choose the nodes that train; None if there are not enough.
 
-        Args:
-            available: Node ranks of the nodes that there are.
-            members: Those of the newest attempt, which hold its state and come first. Then the lowest ones do.
-            leader: Node rank of the leader, which always takes part.
+        The leader always takes part. Members of the newest attempt, which hold its state, come before others, and then
+        the lowest node ranks.
         """
         number = self.fitting(len(available))
         if number is None:
@@ -149,13 +142,8 @@ def admit(limits: Limits, seen: Seen, *, enough_s: float = 0.0) -> frozenset[int
     found the next. Only its first attempt waits for more than it needs, as torchrun's rendezvous does with its last
     call.
 
-    Args:
-        limits: Of the run.
-        seen: The nodes.
-        enough_s: Seconds for which enough nodes have been ready.
-
     Returns:
-        The node ranks; None to wait.
+        The node ranks; None to wait, where enough nodes have been ready for `enough_s` seconds.
     """
     chosen = limits.chosen(seen.ready, seen.members, seen.leader)
     if chosen is None or len(chosen) == limits.fitting(limits.max_nodes):
@@ -184,7 +172,7 @@ def change(
         since_change_s: Seconds since the nodes changed last.
 
     Returns:
-        The node ranks of the next attempt; None to go on.
+        The node ranks of the next attempt; None to continue this one.
     """
     left = limits.chosen((seen.ready | seen.members) - leaving, seen.members, seen.leader)
     if seen.members & leaving:
@@ -192,3 +180,92 @@ def change(
     if left is None or len(left) <= len(seen.members) or since_change_s < limits.grow_interval_s:
         return None
     return left
+
+
+class StepSamples:
+    """Knows how many samples a step has: as a checkpoint says, as ranks have reported, or as configured, in this order.
+
+    Args:
+        config: The resolved configuration.
+        known: What the newest checkpoint says; None if there is none, or if a script may count in its own way.
+        batch: How ranks have divided a step before.
+        has_script: Whether a user's script trains, whose batches only it knows.
+
+    Attributes:
+        model_ranks: Ranks that compute the same samples together (tensor parallelism), as far as they have said so.
+    """
+
+    def __init__(self, config: Config, known: int | None, batch: BatchDivision, *, has_script: bool) -> None:
+        self._config, self._has_script, self._known = config, has_script, known
+        # Samples that any number of ranks can share; None if they must divide them, or nobody has said so.
+        self._shared = batch.samples
+        # Of the bundled job it is the configuration that says so, and it may have changed.
+        self.model_ranks = batch.model_ranks if has_script else config.model_ranks
+
+    def learn(self, batch: BatchShape | None, ranks: int) -> bool:
+        """Take over how an attempt of so many ranks divides a step, if they have said so; return whether it is news."""
+        if batch is None:
+            return False
+        before = self._known, self._shared, self.model_ranks
+        self._shared, self.model_ranks = batch.samples, batch.model_ranks
+        if self._known is None:
+            self._known = batch.samples or batch.micro_batch * batch.accumulation * (ranks // batch.model_ranks)
+        return before != (self._known, self._shared, self.model_ranks)
+
+    def number(self, planned_ranks: int) -> int | None:
+        """Return the samples of a step, or its virtual ranks; None if nobody knows.
+
+        The configured batch is meant for `planned_ranks`.
+        """
+        if self._config.elastic.mode == "exact":
+            return self._config.elastic.virtual_ranks or self._shared or planned_ranks
+        if self._known is not None or self._has_script:
+            return self._known
+        trainer = self._config.trainer
+        # The defaults of Hugging Face's TrainingArguments.
+        batch = trainer.get("per_device_train_batch_size", 8), trainer.get("gradient_accumulation_steps", 1)
+        return int(batch[0]) * int(batch[1]) * (planned_ranks // self.model_ranks)
+
+    @property
+    def parts(self) -> str:
+        """What a step has so many of."""
+        return "virtual ranks" if self._config.elastic.mode == "exact" else "samples"
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether the ranks can share a step's samples also where they do not divide them."""
+        return self._shared is not None or self._config.elastic.mode == "exact"
+
+
+def samples_per_step(catalog: Catalog) -> int | None:
+    """Return the samples of a step, as the newest checkpoint counts them; None if there is none."""
+    newest = next((entry.manifest for entry in catalog.scan() if entry.manifest is not None), None)
+    return newest.samples_consumed // newest.step if newest is not None and newest.step > 0 else None
+
+
+def counts_samples(job: JobIdentity, record: RestartState) -> bool:
+    """Return whether a checkpoint's number of samples counts those of all ranks.
+
+    A script may count in its own way, unless it has reported how its batches are divided.
+    """
+    return job.what["job"] == "the configured job" or record.batch.micro_batch is not None
+
+
+def check_shares(samples: int, *world_sizes: int, model_ranks: int = 1) -> None:
+    """Check that the ranks can share the samples of a step equally, as the run's first ones did.
+
+    Args:
+        samples: Samples of a step.
+        world_sizes: Numbers of ranks on all nodes with which the run may train; one that can is enough.
+        model_ranks: Ranks that compute the same samples together.
+
+    Raises:
+        UsageError: None can; the text says which numbers can.
+    """
+    if any(size % model_ranks == 0 and samples % (size // model_ranks) == 0 for size in world_sizes):
+        return
+    fitting = ", ".join(str(number * model_ranks) for number in range(1, samples + 1) if samples % number == 0)
+    raise UsageError(
+        f"a step of this run has {samples} samples, which {world_sizes[-1]} ranks cannot share equally; start "
+        f"{fitting} ranks in all (--nproc-per-node, --nnodes), or begin again in another --output-dir"
+    )

@@ -9,11 +9,9 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
-from checkpointing.format.manifest import Manifest
 from checkpointing.storage.durable import replace_file
 from checkpointing.storage.object_store import StorageTimeout
 from runner.config.load import load_config
@@ -25,6 +23,7 @@ from runner.journal.run_directory import RunDirectory, hold_lock
 from runner.journal.summary import RunState
 from runner.recovery.restart_state import RestartState
 from runner.session import identity, location_id
+from runner.session.admission import check_shares, counts_samples, samples_per_step
 from runner.session.identity import JobIdentity, differences, summarised
 
 # The agent has a lock file of its own there.
@@ -89,21 +88,8 @@ class LocationLock:
             )
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A job as it was recorded.
-
-    Attributes:
-        job: The job.
-        where: The location or folder that it was recorded in.
-    """
-
-    job: JobIdentity
-    where: str
-
-
-def compare_jobs(job: JobIdentity, recorded: Sequence[Recorded], *, allow_changes: bool) -> list[str]:
-    """Check that recorded jobs are this one.
+def compare_jobs(job: JobIdentity, recorded: Sequence[tuple[str, JobIdentity]], *, allow_changes: bool) -> list[str]:
+    """Check that recorded jobs, each with the location or folder that it was recorded in, are this one.
 
     Returns:
         What the user should know.
@@ -112,16 +98,16 @@ def compare_jobs(job: JobIdentity, recorded: Sequence[Recorded], *, allow_change
         UsageError: One of them is another job, and changes are not allowed.
     """
     notes = []
-    for one in recorded:
-        changes = differences(one.job, job)
+    for where, one in recorded:
+        changes = differences(one, job)
         if changes and not allow_changes:
             raise UsageError(
-                f"{one.where} holds checkpoints or results of another job ({summarised(changes)}); choose another "
+                f"{where} holds checkpoints or results of another job ({summarised(changes)}); choose another "
                 "--output-dir and checkpoint.location, start over with --resume never --overwrite, or pass "
                 "--allow-changes if it is the same job after an edit"
             )
         if changes:
-            notes.append(f"resuming at {one.where} although the job has changed ({summarised(changes)})")
+            notes.append(f"resuming at {where} although the job has changed ({summarised(changes)})")
     return notes[:1]
 
 
@@ -143,24 +129,24 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
     for storage in tiers.nearest_first:
         if storage.steps() or storage.quarantined():
             known = JobIdentity.from_json(storage.sidecars.read(identity.RECORD_NAME)) or in_folder
-            recorded += [Recorded(known, storage.location)] if known is not None else []
+            recorded += [(storage.location, known)] if known is not None else []
     if in_folder is not None and (remembered.step is not None or has_finished(entries)):
-        recorded.append(Recorded(in_folder, str(directory.root)))
+        recorded.append((str(directory.root), in_folder))
     notes = compare_jobs(job, recorded, allow_changes=allow_changes)
     launch = config.launch
     # The supervisor checks `auto` once torch has counted the accelerators: no other tool counts all kinds.
     # Virtual ranks are shared by any number of ranks.
     must_divide = config.elastic.mode != "exact"
     if must_divide and launch.nproc_per_node != "auto" and launch.world_size is None:
-        newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
+        samples = samples_per_step(tiers.catalog)
         record = RestartState.from_json(tiers.durable.sidecars.read_restart_state())
-        if newest is not None and counts_samples(job, record):
+        if samples is not None and counts_samples(job, record):
             nodes = range(launch.min_nodes or launch.nnodes, launch.nnodes + 1)
             ranks = [number * launch.nproc_per_node for number in nodes]
             is_bundled = job.what["job"] == "the configured job"
             together = config.model_ranks if is_bundled else record.batch.model_ranks
             try:
-                check_world_size(newest, *ranks, model_ranks=together)
+                check_shares(samples, *ranks, model_ranks=together)
             except UsageError as error:
                 if record.batch.samples is None:
                     raise
@@ -192,51 +178,6 @@ def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
 def write_job(directory: RunDirectory, job: JobIdentity) -> None:
     """Record the job in the folder of this node alone."""
     replace_file(directory.job, job.to_json(), directory.job.with_name(f".{directory.job.name}.tmp"))
-
-
-def counts_samples(job: JobIdentity, record: RestartState) -> bool:
-    """Return whether a checkpoint's number of samples counts those of all ranks.
-
-    A script may count in its own way, unless it has reported how its batches are divided.
-    """
-    return job.what["job"] == "the configured job" or record.batch.micro_batch is not None
-
-
-def check_world_size(newest: Manifest | None, *world_sizes: int, model_ranks: int = 1) -> None:
-    """Check that the ranks can share the samples of the run's steps equally, as its first ones did.
-
-    Args:
-        newest: Manifest of the newest checkpoint; None if there is none.
-        world_sizes: Numbers of ranks on all nodes with which the run may train; one that can is enough.
-        model_ranks: Ranks that compute the same samples together.
-
-    Raises:
-        UsageError: None can; the text says which numbers can.
-    """
-    if newest is not None and newest.step > 0:
-        samples = newest.samples_consumed // newest.step
-        if not any(can_share(samples, world_size, model_ranks) for world_size in world_sizes):
-            check_shares(samples, world_sizes[-1], model_ranks)
-
-
-def can_share(samples: int, world_size: int, model_ranks: int) -> bool:
-    """Return whether ranks, of which so many compute the same samples together, can share those of a step equally."""
-    return world_size % model_ranks == 0 and samples % (world_size // model_ranks) == 0
-
-
-def check_shares(samples: int, world_size: int, model_ranks: int = 1) -> None:
-    """Check that the ranks can share the samples of a step equally.
-
-    Raises:
-        UsageError: They cannot; the text says which numbers can.
-    """
-    if not can_share(samples, world_size, model_ranks):
-        numbers = [number * model_ranks for number in range(1, samples + 1) if samples % number == 0]
-        fitting = ", ".join(map(str, numbers))
-        raise UsageError(
-            f"a step of this run has {samples} samples, which {world_size} ranks cannot share equally; start {fitting} "
-            "ranks in all (--nproc-per-node, --nnodes), or begin again in another --output-dir"
-        )
 
 
 def recorded_in(directory: RunDirectory) -> JobIdentity | None:

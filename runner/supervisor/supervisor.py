@@ -22,10 +22,9 @@ from runner.peers.link import Leader
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import Action, FailureKind
 from runner.recovery.policy import BatchDivision, Restart, Stop, backoff_s, decide, end_of_node
-from runner.session.admission import Limits
+from runner.session.admission import Limits, StepSamples, counts_samples, samples_per_step
 from runner.session.identity import JobIdentity
 from runner.session.session import Session
-from runner.session.step_samples import StepSamples
 from runner.supervisor.make_node import make_node
 from runner.supervisor.membership import Membership
 from runner.supervisor.run_record import RunRecord, end_of_error, end_without_last_save, end_without_location, ended
@@ -128,8 +127,9 @@ class Supervisor:
         session.attempt = max(session.attempt, tiers.catalog.newest_attempt())
         newest, over_all_stages = tiers.newest_committed()
         self._record = RunRecord(config, self._directory, session.run_id, self._identity, is_away=is_away)
-        script, state = bool(self._job.script), self._record.state
-        self._samples = StepSamples.of(config, self._identity, state, tiers.catalog, has_script=script)
+        state, counts = self._record.state, self._identity is None or counts_samples(self._identity, self._record.state)
+        known = samples_per_step(tiers.catalog) if counts else None
+        self._samples = StepSamples(config, known, state.batch, has_script=bool(self._job.script))
         self._display.state.committed_step = newest if newest >= 0 else None
         session.record(self._record.started(session, newest, self._location_id))
         self._lead.begin(took_over=self._inherited is not None)

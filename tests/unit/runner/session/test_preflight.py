@@ -7,7 +7,6 @@ import json
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from runner.config.schema import Config
 from runner.errors import CheckpointsMissing, RunBusy, StorageFailed, StorageFull, UsageError
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
-from runner.recovery.policy import BatchDivision
 from runner.recovery.restart_state import RestartState, RunnerProcess
 from runner.session import preflight
 from runner.session.identity import JobIdentity, identify
@@ -29,8 +27,6 @@ from runner.session.preflight import (
     LocationLock,
     admit,
     await_storage,
-    check_world_size,
-    counts_samples,
     examine,
     is_done,
     recorded_in,
@@ -307,30 +303,6 @@ def test_the_tiers_are_all_written_to(tmp_path: Path) -> None:
     tiers: Tiers = run.config.tiers
     assert {storage.sidecars.read("job.json") for storage in tiers.nearest_first} == {run.job.to_json()}
     assert read_journal(run.directory.journal)[0].event.to_dict()["place"] == read_id(tiers.durable)
-
-
-def test_ranks_that_cannot_share_a_step_are_refused_before_anything_is_started() -> None:
-    newest: Any = SimpleNamespace(step=6, samples_consumed=48)
-    for ranks in (1, 2, 4, 8):
-        check_world_size(newest, ranks)
-    with pytest.raises(UsageError, match=r"a step of this run has 8 samples, which 3 ranks .* start 1, 2, 4, 8"):
-        check_world_size(newest, 3)
-    check_world_size(None, 3)
-
-
-def test_ranks_that_compute_the_same_samples_count_as_one() -> None:
-    newest: Any = SimpleNamespace(step=6, samples_consumed=36)
-    check_world_size(newest, 12, model_ranks=2)
-    with pytest.raises(UsageError, match=r"6 samples, which 8 ranks .* start 2, 4, 6, 12 ranks"):
-        check_world_size(newest, 8, model_ranks=2)
-    with pytest.raises(UsageError, match="which 3 ranks"):
-        check_world_size(newest, 3, model_ranks=2)
-
-
-def test_samples_are_counted_where_it_is_known_how_steps_are_cut() -> None:
-    own, configured = JobIdentity({"job": "script train.py"}), JobIdentity({"job": "the configured job"})
-    assert counts_samples(configured, RestartState()) and not counts_samples(own, RestartState())
-    assert counts_samples(own, RestartState(batch=BatchDivision(4, 1)))
 
 
 class Waiting:
