@@ -117,13 +117,9 @@ class ExactGradients:
 
     @contextlib.contextmanager
     def of_rank(self, virtual_rank: int, step: int) -> Iterator[None]:
-        """Compute the gradients of a virtual rank in the context: its micro-batches, forward and backward.
+        """Compute the gradients of a virtual rank in the context: its micro-batches of a step, forward and backward.
 
         Call it for each of `block`, in order. After the last one, the parameters have the mean gradients of all.
-
-        Args:
-            virtual_rank: The virtual rank.
-            step: Number of the step.
 
         Raises:
             CheckpointError: It is not its turn, has no gradients, or finds those of another step.
@@ -155,11 +151,7 @@ class ExactGradients:
         self._next = virtual_rank + 1
 
     def _begin_step(self) -> None:
-        """Expect the block's first virtual rank.
-
-        Raises:
-            CheckpointError: Other parameters require gradients than at first.
-        """
+        """Expect the block's first virtual rank, and check that the parameters that require gradients are the same."""
         self._sums.clear()
         self._next, self._is_summed = self.block[0], False
         if isinstance(self._model, DistributedDataParallel):
@@ -173,11 +165,7 @@ class ExactGradients:
             )
 
     def _check_none_left(self) -> None:
-        """Check that the last step's gradients are gone: a virtual rank would take them for its own.
-
-        Raises:
-            CheckpointError: Some are there.
-        """
+        """Check that the last step's gradients are gone: a virtual rank would take them for its own."""
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None:
                 continue

@@ -22,13 +22,7 @@ _WHAT_TO_DO = (
 
 @dataclass(frozen=True)
 class _Trace:
-    """One computation of a micro-batch: digests of what modules returned, in order, and of the gradients.
-
-    Attributes:
-        outputs: Name and digest.
-        gradients: Name and digest.
-        buffers: Names of buffers that have changed.
-    """
+    """One computation of a micro-batch: digests of what modules returned, in order, and of the gradients, by name."""
 
     outputs: tuple[tuple[str, str], ...]
     gradients: tuple[tuple[str, str], ...]
@@ -46,11 +40,7 @@ class _Trace:
 
 
 class Buffers:
-    """The buffers of a model as they are now.
-
-    Args:
-        model: The model, without DDP.
-    """
+    """The buffers of a model, without DDP, as they are now."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -86,12 +76,7 @@ def changing(names: tuple[str, ...]) -> str:
 
 
 class SelfTest:
-    """Computes one micro-batch of each rank twice, and that of the first rank on all, and compares all bits.
-
-    Args:
-        gradients: Of the training.
-        model: The model, without DDP.
-    """
+    """Computes one micro-batch of each rank twice, and that of the first rank on all, and compares all bits."""
 
     def __init__(self, gradients: ExactGradients, model: torch.nn.Module) -> None:
         self._gradients, self._model = gradients, model

@@ -16,11 +16,6 @@ from checkpointing.exact.self_test import Buffers, changing
 class Share:
     """What one virtual rank computes of a step; a context, in which its loss is computed and propagated back.
 
-    Args:
-        shares: What it is one of.
-        virtual_rank: The virtual rank.
-        batch: Its micro-batch.
-
     Attributes:
         batch: Its micro-batch.
         virtual_rank: Its number.

@@ -44,12 +44,7 @@ def depth_width(virtual_ranks: int) -> int:
 
 
 def pushed(stack: Sequence[TreeNode], leaf: int, virtual_ranks: int) -> tuple[list[TreeNode], int]:
-    """Add the next leaf to what a block has so far: a binary counter.
-
-    Args:
-        stack: The nodes that the block has, from its first leaf on.
-        leaf: The leaf behind them.
-        virtual_ranks: Number of all leaves.
+    """Add the leaf behind what a block has so far: a binary counter.
 
     Returns:
         The nodes then; and how many of the last ones of `stack` were added to the leaf, one after the other.
@@ -80,13 +75,7 @@ def nodes_of(block: range, virtual_ranks: int) -> list[TreeNode]:
 
 
 def total(values: Mapping[TreeNode, T], virtual_ranks: int, add: Callable[[T, T], T]) -> T:
-    """Return the value of the root.
-
-    Args:
-        values: Nodes that together cover all leaves once.
-        virtual_ranks: Number of all leaves.
-        add: Adds the values of two children.
-    """
+    """Return the value of the root, from those of nodes that together cover all leaves once."""
 
     def value(node: TreeNode) -> T:
         if node in values:
@@ -100,7 +89,7 @@ def total(values: Mapping[TreeNode, T], virtual_ranks: int, add: Callable[[T, T]
 
 
 class PartialSums:
-    """The sums of a block's first leaves; at most log2(V) + 1 sets of gradients.
+    """The sums of a block's first leaves: a binary counter of at most log2(V) + 1 sets of gradients.
 
     Args:
         parameters: What has gradients.
@@ -173,13 +162,9 @@ class PartialSums:
     ) -> list[list[torch.Tensor]]:
         """Add the last leaf of a block, for some of the parameters; call it once for each.
 
-        Args:
-            leaf: The leaf.
-            parameters: Some of the parameters.
-            gradients: The leaf's gradients for these, which become the last node's.
-
-        Returns:
-            For each node of the block, from its first leaf on, the gradients of these parameters.
+        The leaf's gradients become those of the last node. Returns, for each node of the block from its first leaf on,
+        the
+        gradients of these parameters.
         """
         _, merged = pushed(self.nodes, leaf, self._virtual_ranks)
         places = [self._places[id(parameter)] for parameter in parameters]

@@ -80,11 +80,7 @@ class Ranks:
         return everyone
 
     def gather_later(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """Send numbers to all ranks, as many on each, without waiting.
-
-        Returns:
-            A function that waits for them, and returns every rank's, by rank.
-        """
+        """Send as many numbers from each rank to all, without waiting; return what waits for every rank's, by rank."""
         if self.group is None:
             return lambda: [list(values)]
         own = torch.tensor(values, dtype=torch.float64)
@@ -192,12 +188,7 @@ def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> 
 
 
 def owners(sizes: Sequence[int], world_size: int) -> list[int]:
-    """Return the rank that copies each tensor, so that all copy about as many bytes; equal on all ranks.
-
-    Args:
-        sizes: Sizes of the tensors, in bytes.
-        world_size: Number of ranks.
-    """
+    """Return the rank that copies each tensor of so many bytes, so that all copy about as much; equal on all ranks."""
     copied = [0] * world_size
     found = []
     for size in sizes:

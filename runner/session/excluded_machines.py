@@ -19,14 +19,9 @@ _PATIENCE_S = 5.0
 
 
 class Exclusion:
-    """The bad machines of a run, as its leader knows them."""
+    """The bad machines of a run, as its leader knows them; `load` reads those of earlier sessions."""
 
     def __init__(self, session: Session) -> None:
-        """Begin with none; `load` reads those of earlier sessions.
-
-        Args:
-            session: Of the leader.
-        """
         self._session, self._sidecars = session, session.config.tiers.durable.sidecars
         self._hours = session.config.restart.exclude_hours
         self._bad: list[BadMachine] = []
@@ -47,11 +42,7 @@ class Exclusion:
         return refusal(self._bad, machine, self._session.clock()) if self._hours else None
 
     def exclude(self, failures: Mapping[int, Failure]) -> None:
-        """Record the machines of nodes whose hardware has failed.
-
-        Args:
-            failures: By node rank, how an attempt ended on those nodes.
-        """
+        """Record the machines of nodes whose hardware has failed: by node rank, how an attempt ended there."""
         now = self._session.clock()
         machines = list(self._machines.values())
         bad = [
@@ -67,12 +58,7 @@ class Exclusion:
 
 
 def exclude_own_machine(session: Session, cause: str) -> None:
-    """Record that this machine is not to be used, where nobody else can say so.
-
-    Args:
-        session: Of this node.
-        cause: What has failed.
-    """
+    """Record that this machine is not to be used, because of a fault that nobody else can report."""
     hours, machine, now = session.config.restart.exclude_hours, this_machine(), session.clock()
     if hours and machine:
         _remember(session.config.tiers.durable.sidecars, [BadMachine.for_hours(hours, machine, cause, now)], now)
@@ -85,10 +71,6 @@ def _remember(sidecars: Sidecars, bad: Sequence[BadMachine], now: float) -> None
 
 def check_own_machine(config: Config, now: float) -> None:
     """Check that this machine may be used for a run of several nodes.
-
-    Args:
-        config: The resolved configuration.
-        now: Seconds since the epoch.
 
     Raises:
         BadMachineError: Its hardware has failed in this run.

@@ -101,14 +101,7 @@ class JobIdentity:
 
     @classmethod
     def from_json(cls, data: bytes | None) -> JobIdentity | None:
-        """Parse a record.
-
-        Args:
-            data: What `to_json` returned; None if there is no record.
-
-        Returns:
-            The job; None if there is no record, or if it is damaged or of another version.
-        """
+        """Parse a record; None if there is none, or if it is damaged or of another version."""
         try:
             body = json.loads(data or b"")
             what, settings = body["job"], body["settings"]
@@ -119,11 +112,7 @@ class JobIdentity:
         return cls(what, settings) if isinstance(what.get("job"), str) else None
 
     def completed_by(self, earlier: JobIdentity) -> JobIdentity:
-        """Return the job with digests that are not available now, from an earlier record of it.
-
-        Args:
-            earlier: The same job, as it was recorded.
-        """
+        """Return the job with digests that are not available now, from an earlier record of the same job."""
         known = {name: value for name, value in earlier.what.items() if name.endswith(_CONTENT)}
         return JobIdentity({**known, **self.what}, self.settings) if known.keys() - self.what.keys() else self
 
@@ -146,9 +135,7 @@ _PER_NODE = _names(
 def between_nodes(job: JobIdentity, location: str | None) -> JobIdentity:
     """Return what must be equal on all nodes of one attempt, which is more than the job itself.
 
-    Args:
-        job: The job.
-        location: Location of the checkpoints as the user gave it; None if each node uses its own folder.
+    The location of the checkpoints is as the user gave it; None if each node uses its own folder.
     """
     settings = {
         name: value
@@ -185,13 +172,7 @@ def summarised(texts: Sequence[str]) -> str:
 
 
 def identify(config: Config, script: str | None = None, arguments: Sequence[str] = ()) -> JobIdentity:
-    """Return the identity of a job.
-
-    Args:
-        config: The resolved configuration.
-        script: Path of the user's script; None for the configured job.
-        arguments: The script's arguments.
-    """
+    """Return the identity of a job: of the configured one, or of a user's script and its arguments."""
     return _identify_script(Path(script), arguments) if script is not None else _identify_configured(config)
 
 
@@ -215,9 +196,6 @@ def _identify_script(script: Path, arguments: Sequence[str]) -> JobIdentity:
 
 def parse_arguments(arguments: Sequence[str]) -> list[tuple[str | None, str | bool]]:
     """Split a script's arguments into options and others.
-
-    Args:
-        arguments: The arguments.
 
     Returns:
         For each option its name, with underscores and without leading dashes, and its value (True if it has none); for
@@ -306,13 +284,9 @@ def _describe_data(source: str) -> tuple[str, str | None]:
 
 
 def digest_of_file(path: Path) -> str | None:
-    """Return a digest of a file: of all its bytes or, above 256 MiB, of its size and 64 parts of 1 MiB.
+    """Return a digest of a file; None if it cannot be read.
 
-    Args:
-        path: The file.
-
-    Returns:
-        The digest; None if the file cannot be read.
+    It is of all bytes or, above 256 MiB, of the size and 64 parts of 1 MiB.
     """
     state = xxhash.xxh3_64()
     try:

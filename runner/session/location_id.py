@@ -52,12 +52,7 @@ class Found:
 
 
 def remember(entries: Sequence[Entry], tier: str) -> Remembered:
-    """Fold a journal.
-
-    Args:
-        entries: All entries, oldest first.
-        tier: Name of the durable tier in the journal.
-    """
+    """Fold the entries of a journal, oldest first; `tier` is its name of the durable tier."""
     place: str | None = None
     committed: set[int] = set()
     # Later trainings of a script have folders of their own; only the steps of the first one count here.
@@ -81,11 +76,7 @@ def remember(entries: Sequence[Entry], tier: str) -> Remembered:
 
 
 def look(tiers: Tiers, step: int | None) -> Found:
-    """Return what is at a run's location.
-
-    Args:
-        tiers: The run's storage.
-        step: The remembered step; None if there is none.
+    """Return what is at a run's location, where a step is remembered or None.
 
     Raises:
         OSError: Storage refused.
@@ -99,15 +90,7 @@ def look(tiers: Tiers, step: int | None) -> Found:
 
 
 def compare(remembered: Remembered, found: Found, location: str) -> str | None:
-    """Decide whether a run may continue at a location.
-
-    Args:
-        remembered: What the journal says.
-        found: What is there.
-        location: The location, for messages.
-
-    Returns:
-        What the user should know; None if there is nothing.
+    """Decide whether a run may continue at a location; return what the user should know, None if there is nothing.
 
     Raises:
         CheckpointsMissing: It is another location, or an empty one.
@@ -136,10 +119,7 @@ def compare(remembered: Remembered, found: Found, location: str) -> str | None:
 
 
 def read_id(storage: Storage) -> str | None:
-    """Return the id of a location; None if it has none, or a damaged one.
-
-    Args:
-        storage: The durable tier.
+    """Return the id of the durable tier; None if it has none, or a damaged one.
 
     Raises:
         OSError: Storage refused.
@@ -152,10 +132,7 @@ def read_id(storage: Storage) -> str | None:
 
 
 def ensure_id(storage: Storage) -> str:
-    """Return the id of a location, which gets one if it has none.
-
-    Args:
-        storage: The durable tier.
+    """Return the id of the durable tier, which gets one if it has none.
 
     Raises:
         OSError: Storage refused.

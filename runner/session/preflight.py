@@ -49,13 +49,6 @@ class LocationLock:
     """
 
     def __init__(self, config: Config, notify: Callable[[str], None], patience_s: float | None = None) -> None:
-        """Prepare to lock the durable tier.
-
-        Args:
-            config: The resolved configuration.
-            notify: Called with messages for the user.
-            patience_s: See `hold_lock`.
-        """
         self._storage, self._notify, self._patience_s = config.tiers.durable, notify, patience_s
         self._fd: int | None = None
 
@@ -225,12 +218,7 @@ def starting_point(path: str) -> str:
 
 
 def was_in_use(config: Config, directory: RunDirectory) -> bool:
-    """Return whether the last start in this folder used the same storage, which then is no mistake.
-
-    Args:
-        config: The resolved configuration.
-        directory: The run's folder.
-    """
+    """Return whether the last start in this folder used the same storage, which then is no mistake."""
     try:
         recorded = load_config(str(directory.config), {}, needs_data=False)
     except RunnerError:
@@ -281,21 +269,12 @@ def await_storage(
 ) -> tuple[list[str], bool]:
     """Return what `check_storage` does, for storage that this run was using before.
 
-    That it does not work or answer now is no mistake of the user's, and may pass: it is tried again every second.
-
-    Args:
-        config: The resolved configuration.
-        notify: Called once, if it cannot be used.
-        patience_s: Seconds after which the error is final.
-        follows: Wait for room and permissions, too: this process was using it, and the run goes on elsewhere.
-        wait: Waits for some seconds.
-        clock: The time, in seconds.
+    That it does not work or answer now is no mistake of the user's, and may pass: it is tried again every second, for
+    `patience_s` seconds; `notify` is called once. A process that `follows` was using it, and its run goes on elsewhere:
+    it waits for room and permissions, too.
 
     Raises:
-        UsageError: As `check_storage`.
-        StorageFailed: Likewise.
-        StorageFull: Likewise.
-        StorageUnreachable: Likewise.
+        RunnerError: As `check_storage`.
     """
     deadline, is_silent = clock() + patience_s, True
     while True:

@@ -56,14 +56,6 @@ class Session:
     """
 
     def __init__(self, config: Config, directory: RunDirectory, display: ProgressDisplay, stop: StopRequest) -> None:
-        """Read the journal; the session begins on entry.
-
-        Args:
-            config: The resolved configuration.
-            directory: The run's folder, which this process has locked.
-            display: The console.
-            stop: Counts signals already.
-        """
         self.config, self.directory, self.display = config, directory, display
         self.run_id = directory.run_id()
         self.loop = EventLoop()
@@ -129,11 +121,7 @@ class Session:
         self._journal.append(event, self.attempt)
 
     def announce_stop(self, pass_on: Callable[[str], None] = lambda reason: None) -> None:
-        """Record and print a stop request, once.
-
-        Args:
-            pass_on: Called with its reason.
-        """
+        """Record and print a stop request, once; `pass_on` is called with its reason."""
         if not self.stop or self._stop_announced:
             return
         self._stop_announced = True

@@ -68,13 +68,7 @@ class Wanted:
 
 
 class Boot:
-    """One `runner start`.
-
-    Args:
-        config: The resolved configuration.
-        wanted: What else was asked for.
-        stop: Counts the stop requests of this process since its first moment.
-    """
+    """One `runner start`; `stop` counts the stop requests of this process since its first moment."""
 
     def __init__(self, config: Config, wanted: Wanted, stop: StopRequest) -> None:
         self._config, self._wanted, self._stop = config, wanted, stop

@@ -48,7 +48,11 @@ _STOP_PATIENCE_S = 15.0
 
 
 class Follower:
-    """Runs this node's part of one job to its end."""
+    """Runs this node's part of one job to its end.
+
+    The leader's job must be the same if they are `compared`. Without a takeover, this node cannot lead in place of a
+    leader that is gone.
+    """
 
     def __init__(
         self,
@@ -61,18 +65,6 @@ class Follower:
         build_node: Callable[..., Node] = Node,
         connect: Callable[..., Member] = Member,
     ) -> None:
-        """Prepare to follow; `run` connects.
-
-        Args:
-            session: Entered by `run`.
-            job: What to run.
-            identity: Of the job.
-            compared: Whether the leader's job must be the same.
-            takeover: Looks whether this node leads in place of a leader that is gone; None where only the first node
-                can lead.
-            build_node: Makes this node.
-            connect: Makes the connection to the leader.
-        """
         self._session, self._job, self._takeover = session, job, takeover or Takeover(session, None, None)
         self._config, self._directory, self._display = session.config, session.directory, session.display
         self._build_node = build_node
@@ -99,11 +91,7 @@ class Follower:
         self._heard_at = self._asked_at = session.monotonic()
 
     def run(self) -> ExitCode:
-        """Follow until the leader reports the end of the run, or cannot be reached any longer; may be called once.
-
-        Returns:
-            The exit code of the process.
-        """
+        """Follow until the run has ended, or the leader is out of reach; return the exit code. May be called once."""
         session = self._session
         with session:
             location = self._config.checkpoint_location
@@ -227,10 +215,7 @@ class Follower:
             self._member.send(StopRun(reason=self._session.stop.reason))
 
     def _wait(self, done: Callable[[], bool]) -> bool:
-        """Wait until something holds.
-
-        Returns:
-            Whether it does; False if the run has ended, this node leads, or a stop leaves nothing to wait for.
+        """Wait until something holds; return False if the run has ended, this node leads, or a stop ends the wait.
 
         Raises:
             PeersMissing: The leader cannot be reached any longer.

@@ -22,14 +22,9 @@ def make_node(
     record: Callable[[Event], None] | None = None,
     build: Callable[..., Node] = Node,
 ) -> Node:
-    """Return the node of a session; nothing is started.
+    """Return a session's own node of a run; nothing is started.
 
-    Args:
-        session: The session.
-        job: What runs.
-        run_id: Identity of the run, equal on all nodes.
-        record: Takes its events; by default the session's journal.
-        build: Makes it.
+    Its events go to `record`, by default to the session's journal.
     """
     launch = session.config.launch
     health = HealthCheck(
@@ -51,11 +46,7 @@ def make_node(
 
 
 class PatientStart:
-    """Starts a node's helper processes again if they are killed, `restart.max_restarts` times between two attempts.
-
-    Args:
-        session: The session.
-    """
+    """Starts a node's helper processes again if they are killed, `restart.max_restarts` times between two attempts."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._num_killed = session, 0

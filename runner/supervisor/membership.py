@@ -68,6 +68,9 @@ class RunningAttempt(Pausable, Protocol):
 class Membership:
     """Gathers the other nodes, keeps attempts in step, and combines how they ended; with one node, it does nothing.
 
+    Until `gather`, this node is alone. The others must share the identity of the job; without one, any is accepted. Of
+    those that are `expected`, it is known that they followed the leader before this one.
+
     Attributes:
         nodes: Node ranks of those that take part in the newest attempt, or the next one.
         bad_nodes: Nodes whose hardware or driver failed in the newest attempt.
@@ -84,16 +87,6 @@ class Membership:
         expected: AbstractSet[int] = frozenset(),
         open_leader: Callable[..., Leader] = Leader,
     ) -> None:
-        """Begin with this node alone; `gather` waits for the others.
-
-        Args:
-            session: Of the leader.
-            identity: Of the job, which the others must share; None to accept any.
-            on_event: Called with events that other nodes forward.
-            lead: By what right this node leads.
-            expected: Node ranks of the nodes that followed the leader before this one.
-            open_leader: Opens the port that the others connect to.
-        """
         self._session, self._config, self._identity = session, session.config, identity
         self._on_event, self._open_leader, lead = on_event, open_leader, lead or Leadership(session, None)
         self._leader: Leader | None = None
@@ -130,13 +123,11 @@ class Membership:
     # -- before an attempt -------------------------------------------------------------------------------------------
 
     def gather(self, limits: Limits, *, has_finished: bool, each_turn: Callable[[], None] = lambda: None) -> None:
-        """Wait until enough nodes are connected and ready, or a stop is requested.
+        """Wait until enough nodes, each with as many ranks as this one, are ready, or a stop is requested.
 
-        Args:
-            limits: How many nodes the run may have; each has as many ranks as this one.
-            has_finished: Whether an earlier session recorded that this job has finished: nodes that have exited with 0
-                are not restarted, so waiting is short.
-            each_turn: Called about twice per second; what it raises ends the wait.
+        The wait is short if the job `has_finished` in an earlier session: nodes that have exited with 0 are not
+        restarted.
+        `each_turn` is called about twice per second; what it raises ends the wait.
 
         Raises:
             UsageError: The port is taken, or RUNNER_SECRET is too short.
@@ -230,11 +221,7 @@ class Membership:
         self._send(StopRun(reason=reason[:MAX_REASON]))
 
     def join(self, own: Failure) -> Failure:
-        """Wait until the attempt is over on all nodes; returns the cause among the failures of all.
-
-        Args:
-            own: How it ended on this node.
-        """
+        """Wait until an attempt that ended here is over on all nodes; return the cause among the failures of all."""
         if self._leader is not None:
             self._wait_for_ends(self._leader, own)
         self._running = False

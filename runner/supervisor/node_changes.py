@@ -36,18 +36,15 @@ class Pausable(Protocol):
 class NodeChanges:
     """Decides when an attempt is paused so that the next one has other nodes.
 
+    Its methods are given the limits of the run and the nodes as they are seen: `members` are those of the running
+    attempt, none if there is none.
+
     Attributes:
         leaving: Nodes that were asked to stop and without which the run goes on, with the reason.
         hands_over: Whether the leader was asked to stop, and the run goes on under another one.
     """
 
     def __init__(self, session: Session, send: Callable[[Finish, int], None]) -> None:
-        """Begin without changes.
-
-        Args:
-            session: Of the leader.
-            send: Sends a node how the run ends for it.
-        """
         self._session, self._send = session, send
         self.leaving: dict[int, str] = {}
         self.hands_over = False
@@ -69,12 +66,7 @@ class NodeChanges:
         self._reason = ""
 
     def take(self, nodes: AbstractSet[int], before: AbstractSet[int] | None) -> None:
-        """Record who takes part in the next attempt.
-
-        Args:
-            nodes: Node ranks of those that do.
-            before: Of those that did; None if this is the first attempt of the session.
-        """
+        """Record which nodes take part in the next attempt, and did `before`; None if it is the session's first."""
         if nodes == before:
             return
         self._changed_at = self._session.monotonic()
@@ -86,13 +78,7 @@ class NodeChanges:
         self._session.display.message(f"{', '.join(texts)}: training on {len(nodes)} nodes")
 
     def watch(self, node: Pausable, limits: Limits, seen: Seen) -> None:
-        """Pause the attempt at a step boundary where the next one should have other nodes.
-
-        Args:
-            node: The leader's own.
-            limits: Of the run.
-            seen: The nodes; `members` are those of the attempt.
-        """
+        """Pause the attempt of the leader's own node at a step boundary where the next one should have other nodes."""
         if self._reason or not limits.is_elastic or not node.is_training or self._session.stop:
             return
         self._evict_slow_nodes(node.checkpoints.slow, limits, seen)
@@ -118,12 +104,7 @@ class NodeChanges:
             self._bad.add(number)
 
     def revise(self, failure: Failure, nodes: AbstractSet[int]) -> Failure:
-        """Return how the attempt ended, for a run that continues with other nodes; the leaving ones may go.
-
-        Args:
-            failure: How it ended for its ranks.
-            nodes: Node ranks of the attempt.
-        """
+        """Return how an attempt of these nodes ended, for a run that continues with others; the leaving ones may go."""
         if self._session.stop:
             return failure
         reason = self._reason or "; ".join(self._departures(nodes))
@@ -135,14 +116,7 @@ class NodeChanges:
         return failure
 
     def on_stop(self, number: int, reason: str, limits: Limits, seen: Seen) -> None:
-        """Continue without a node that was asked to stop, if enough are left; else stop the run.
-
-        Args:
-            number: Its node rank.
-            reason: By what it was asked.
-            limits: Of the run.
-            seen: The nodes; `members` are those of the running attempt, empty if there is none.
-        """
+        """Continue without a node that was asked to stop, if enough are left; else stop the run."""
         left = (seen.ready | seen.members) - {number, *self.leaving}
         if self._session.stop or not limits.is_elastic or limits.fitting(len(left)) is None:
             self._session.stop.ask(f"node {number}: {reason}")
@@ -154,11 +128,7 @@ class NodeChanges:
     def on_bad(self, bad: Mapping[int, Failure], limits: Limits, seen: Seen, *, can_hand_over: bool) -> None:
         """Continue without nodes whose hardware has failed, if enough are left; else the run ends as a whole.
 
-        Args:
-            bad: How the attempt ended on these nodes, by node rank.
-            limits: Of the run.
-            seen: The nodes; `members` are those of the attempt.
-            can_hand_over: Whether another node can lead.
+        If the leader is one of them, the run goes on where another node `can_hand_over`.
         """
         left = (seen.ready | seen.members) - {*bad, *self.leaving}
         if not bad or not limits.is_elastic or limits.fitting(len(left)) is None:
@@ -171,10 +141,6 @@ class NodeChanges:
 
     def on_own_stop(self, limits: Limits, seen: Seen) -> bool:
         """Take in that the leader was asked to stop.
-
-        Args:
-            limits: Of the run.
-            seen: The nodes; `members` are those of the running attempt, empty if there is none.
 
         Returns:
             Whether enough nodes are left, so that one of them leads in its place; else all are to stop.

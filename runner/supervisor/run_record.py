@@ -34,6 +34,8 @@ _END_STATES = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PR
 class RunRecord:
     """Reads the restart state when the run starts, and keeps it and the journal with the checkpoints.
 
+    While the durable tier `is_away`, the local one has a copy of the state.
+
     Attributes:
         state: The restart state; its owner changes it and calls `keep`.
     """
@@ -47,15 +49,6 @@ class RunRecord:
         *,
         is_away: bool = False,
     ) -> None:
-        """Read the state of the sessions before this one.
-
-        Args:
-            config: The resolved configuration.
-            directory: The run's folder.
-            run_id: Identity of the run.
-            identity: Of the job; None if it is not known.
-            is_away: The durable tier does not answer: the local one has a copy.
-        """
         self._tiers, self._identity = config.tiers, identity
         kept = (self._tiers.first if is_away else self._tiers.durable).sidecars
         self.state = RestartState.from_json(kept.read_restart_state())
@@ -64,13 +57,7 @@ class RunRecord:
         self._copy = JournalCopy(directory.journal, self.state.lineage, run_id) if needs_copy(config) else None
 
     def started(self, session: Session, committed_step: int, location_id: str | None) -> RunStarted:
-        """Return the event that begins a session.
-
-        Args:
-            session: The session.
-            committed_step: Newest committed step, -1 if there is none.
-            location_id: Id of the location; None if it could not be asked.
-        """
+        """Return the event that begins a session; the location has no id if it could not be asked."""
         config, runner = session.config, self.state.runner
         return RunStarted(
             run_id=session.run_id,
@@ -90,12 +77,7 @@ class RunRecord:
         return self._identity is not None and self.state.finished == key_of(self._identity)
 
     def add(self, failure: Failure, committed_step: int) -> None:
-        """Record how an attempt ended.
-
-        Args:
-            failure: Why.
-            committed_step: Newest committed step, -1 if there is none.
-        """
+        """Record how an attempt ended, and the newest committed step, -1 if there is none."""
         self.state.running = None
         if not failure.kind.rule.is_failure:
             if failure.kind is FailureKind.FINISHED:
@@ -104,12 +86,7 @@ class RunRecord:
         self.state.add(AttemptRecord(failure, committed_step))
 
     def take(self, decision: Restart, session: Session) -> None:
-        """Take in what the next attempt does in another way.
-
-        Args:
-            decision: Says so.
-            session: Has the journal.
-        """
+        """Take in what the next attempt does in another way."""
         self.state.batch = decision.batch
         if decision.skip is not None:
             first, last = decision.skip
@@ -121,13 +98,9 @@ class RunRecord:
     ) -> AttemptSpec:
         """Return the specification of the session's newest attempt.
 
-        Args:
-            session: Has the attempt's number and the clock.
-            nodes: Node ranks of the nodes of the attempt.
-            job: What runs.
-            limits: Nodes that the run may have.
-            held: See `AttemptSpec`.
-            host: Address of this node if the nodes are to meet here; empty where they are configured to.
+        The nodes meet at `host`, an address of this node; where it is empty, as they are configured. See `AttemptSpec`
+        for
+        `held`.
         """
         run = summarise(read_journal(session.directory.journal), now=session.clock())
         failures = sum(attempt.failed for attempt in run.attempts)
@@ -152,12 +125,7 @@ class RunRecord:
         )
 
     def keep(self, node: Node, attempt: int) -> None:
-        """Have the state written, by the node's agent if there is one.
-
-        Args:
-            node: The leader's node.
-            attempt: Number of the newest attempt.
-        """
+        """Have the state written, by the node's agent if there is one."""
         # Once another runner has taken the run over, the state is its own.
         text = self.state.to_json(attempt)
         if node.checkpoints.fenced is not None:
@@ -214,11 +182,7 @@ class RunRecord:
 
 
 def finished_job(storage: Storage) -> str | None:
-    """Return the key of the job that a restart state says has finished; None if it cannot be read.
-
-    Args:
-        storage: The durable tier.
-    """
+    """Return the key of the job that a restart state says has finished; None if it cannot be read."""
     try:
         return RestartState.from_json(storage.sidecars.read_restart_state()).finished
     except (CheckpointError, OSError):
@@ -244,10 +208,6 @@ def end_without_location(durable: Storage, attempt: int) -> Stop | None:
     """Return how a run ends whose location has been removed or unmounted; None if it is there.
 
     Another attempt would start from the beginning, in another folder of that name.
-
-    Args:
-        durable: The durable tier.
-        attempt: The attempt that has ended.
     """
     root = durable.root
     if root is None or root.is_dir():
@@ -258,9 +218,7 @@ def end_without_location(durable: Storage, attempt: int) -> Stop | None:
 def end_without_last_save(tiers: Tiers, *, is_stop: bool) -> Stop:
     """Return how a run ends that has trained to its end, and whose last checkpoint was not written.
 
-    Args:
-        tiers: Where it was to be written.
-        is_stop: It was asked to stop, so that there was no time for it.
+    With `is_stop`, it was asked to stop, so that there was no time for it.
     """
     if is_stop:
         return Stop(ExitCode.PREEMPTED, "stopped on request while the last checkpoint was being written")

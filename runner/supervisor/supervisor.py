@@ -32,7 +32,10 @@ from runner.ui.progress import ProgressDisplay
 
 
 class Supervisor:
-    """Runs one job to its end.
+    """Runs one job to its end; the other nodes must share its identity.
+
+    Where not only the first node can lead, it leads by a lease. If it has followed another leader until now, it begins
+    with what it has inherited.
 
     Attributes:
         reason: Why the run has ended.
@@ -52,18 +55,6 @@ class Supervisor:
         build_node: Callable[..., Node] = Node,
         open_leader: Callable[..., Leader] = Leader,
     ) -> None:
-        """Prepare to run a job; nothing is started.
-
-        Args:
-            session: Entered by `run`.
-            job: What to run.
-            location_id: Id of the location; None if it could not be asked.
-            identity: Of the job, which the other nodes must share.
-            lease: By which this node leads; None where only the first node can.
-            inherited: What it leads with if it has followed another leader until now; None if it has not.
-            build_node: Makes the leader's node.
-            open_leader: Opens the port for the other nodes.
-        """
         self._session, self._job, self._location_id, self._identity = session, job, location_id, identity
         self._config, self._directory, self._display = session.config, session.directory, session.display
         self._build_node = build_node
@@ -150,12 +141,7 @@ class Supervisor:
             return end_of_error(error)
 
     def _finish(self, decision: Stop, *, drained: bool) -> Stop:
-        """End a run that has trained to its end.
-
-        Args:
-            decision: The end so far.
-            drained: Whether the agent committed everything.
-        """
+        """End a run that has trained to its end; `drained` says that the agent committed everything."""
         # An agent that was lost at the very end may have had nothing left to do but to remove older checkpoints.
         if not drained and not self._record.is_durable(self._last_step):
             decision = end_without_last_save(self._config.tiers, is_stop=bool(self._session.stop))
@@ -310,11 +296,7 @@ class Notices:
         self._learning_rate_shown = self._unsaved_shown = False
 
     def show_learning_rate(self, world_size: int) -> None:
-        """Show the learning rate that is used: it is not the number in the configuration.
-
-        Args:
-            world_size: Ranks on all nodes.
-        """
+        """Show the learning rate that the ranks of all nodes use: it is not the number in the configuration."""
         rate, groups = self._config.trainer.get("learning_rate"), self._config.sharing(world_size)
         if groups == 1 or not self._config.scale_learning_rate or self._learning_rate_shown or rate is None:
             return
@@ -326,11 +308,7 @@ class Notices:
         )
 
     def show_unsaved(self, failure: Failure) -> None:
-        """Warn that the script saves nothing, unless it may not have come far enough to save.
-
-        Args:
-            failure: How an attempt ended in which no rank used a checkpoint manager.
-        """
+        """Warn after an attempt without a checkpoint manager, unless it may not have come far enough to save."""
         rule = failure.kind.rule
         if not rule.is_failure or rule.action in (Action.GIVE_UP, Action.RETRY) or self._unsaved_shown:
             return

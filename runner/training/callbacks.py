@@ -43,7 +43,6 @@ class MetricsCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        """Begin without measurements."""
         self._last: tuple[float, float] | None = None
         self._data_wait_s, self._stall_s, self._num_steps = 0.0, 0.0, 0
         self._attempt = rank_settings().attempt
@@ -133,11 +132,7 @@ def perplexities(logs: dict[str, Any]) -> dict[str, float]:
 def flops_per_token(model: Any, length: int) -> float:
     """Estimate the operations of forward and backward pass per token (PaLM, arXiv 2204.02311, appendix B).
 
-    These are 6 per parameter, and 12 x layers x width x sequence length for attention. A frozen base counts fully.
-
-    Args:
-        model: A transformers model.
-        length: Tokens per sequence.
+    These are 6 per parameter, and 12 x layers x width x tokens per sequence for attention. A frozen base counts fully.
     """
     # Multimodal models keep these numbers in the configuration of their text model.
     config = model.config.get_text_config()

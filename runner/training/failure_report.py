@@ -119,11 +119,8 @@ def _http_status(error: BaseException) -> int | None:
 def print_traceback(error: BaseException, script: str | None) -> None:
     """Print a traceback on standard error, as Python itself would.
 
-    Errors of the runner and of checkpointing explain themselves, so only their message is printed.
-
-    Args:
-        error: The exception.
-        script: The user's script, if any; frames before its first one belong to the runner and are left out.
+    Errors of the runner and of checkpointing explain themselves, so only their message is printed. Frames before the
+    first one of the user's script belong to the runner and are left out.
     """
     trace = _from_script(error.__traceback__, script) if script is not None else error.__traceback__
     with contextlib.suppress(OSError, ValueError):

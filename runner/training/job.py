@@ -196,14 +196,7 @@ def training_arguments(config: Config) -> SFTConfig:
 def whole_weights(model: Any, *, keep: bool) -> dict[str, Any]:
     """Gather the state dict of a sharded model on the CPU, tensor by tensor. All ranks must call it.
 
-    Tied weights are gathered once, and stay tied.
-
-    Args:
-        model: The model.
-        keep: Whether this rank keeps the tensors.
-
-    Returns:
-        Tensors by name; empty unless `keep`.
+    Tied weights are gathered once, and stay tied. A rank that does not `keep` the tensors has an empty dict.
     """
     whole = dict[int, Any]()
     weights = dict[str, Any]()
@@ -235,11 +228,7 @@ def merged(model: Any) -> Any:
 def publish(model: Any, tokenizer: Any, target: Path, weights: dict[str, Any] | None = None) -> None:
     """Save model and tokenizer so that a crash leaves either the old or the new folder, complete.
 
-    Args:
-        model: The model.
-        tokenizer: The tokenizer.
-        target: The folder.
-        weights: The whole state dict, if the model itself has only a part of it.
+    `weights` are the whole state dict, if the model itself has only a part of it.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -25,9 +25,9 @@ def model_shape(config: Config) -> dict[str, Any]:
 
     Args:
         config: The configuration.
-
     Returns:
         The fields of `runner.plan.memory_need.ModelShape`.
+    """Build the configured model on the meta device; return the fields of `runner.plan.model_shape.ModelShape`.
 
     Raises:
         UsageError: The model cannot be found, or has no such layers.

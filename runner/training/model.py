@@ -105,11 +105,7 @@ def build(
 
 
 def _distributed(mesh: MeshConfig) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that distribute a model over a mesh.
-
-    Raises:
-        ValueError: transformers cannot.
-    """
+    """Return the options of `from_pretrained` that distribute a model; ValueError where transformers cannot."""
     try:
         from transformers import DistributedConfig
     except ImportError:
@@ -138,12 +134,7 @@ def _reloaded(model: Any, cache: Path, options: dict[str, Any]) -> Any:
 
 
 def load_model(config: ModelConfig, *, bf16: bool, **options: Any) -> Any:
-    """Load the model that is configured by name.
-
-    Args:
-        config: Which model.
-        bf16: Whether to load it in bfloat16, else in float32.
-        options: Further options of `from_pretrained`.
+    """Load the model that is configured by name, in bfloat16 or float32, with further options of `from_pretrained`.
 
     Raises:
         OSError: It cannot be loaded.
@@ -199,11 +190,7 @@ def _quantized(*, bf16: bool) -> dict[str, Any]:
 def choose_attention(wanted: str, *, bf16: bool) -> str:
     """Resolve `attn_implementation`.
 
-    `auto` means flash-attn if it can be imported, the GPU has compute capability 8.0 or higher, and bf16 is used.
-
-    Args:
-        wanted: The configured value.
-        bf16: Whether training uses bfloat16.
+    `auto` means flash-attn if it can be imported, the GPU has compute capability 8.0 or higher, and training uses bf16.
     """
     if wanted != "auto":
         return wanted
@@ -215,10 +202,7 @@ def choose_attention(wanted: str, *, bf16: bool) -> str:
 def trained_tokenizer(dataset: Any, vocab_size: int, cache: Path) -> Any:
     """Return a byte-level BPE tokenizer trained on the text of a data set, cached by its content.
 
-    Args:
-        dataset: Rows or a stream of rows.
-        vocab_size: Size of the vocabulary.
-        cache: Folder of the cache.
+    The data set has rows, or is a stream of rows.
     """
     is_stream = isinstance(dataset, datasets.IterableDataset)
     texts = list(_texts(dataset.take(_TOKENIZER_ROWS) if is_stream else dataset))
@@ -260,20 +244,18 @@ def _texts(dataset: Any) -> Iterator[str]:
 
 
 class BaseWeights(TrainerCallback):
-    """Loads the weights when training begins, unless a checkpoint was resumed.
+    """Loads the weights when training begins, unless a checkpoint was resumed; until then, parameters have none.
 
     A model that was loaded by name is backed by memory-mapped files, whose pages are read on first access. A restarted
     rank that moved it to its GPU would read and copy all of them, only for the restore to overwrite them.
+
+    Args:
+        model: The model.
+        load: Loads the same model with its weights, without drawing random numbers that matter.
+        device: Device of the parameters.
     """
 
     def __init__(self, model: torch.nn.Module, load: Callable[[], torch.nn.Module], device: torch.device) -> None:
-        """Replace all parameters by uninitialised memory on the device.
-
-        Args:
-            model: The model.
-            load: Loads the same model with its weights, without drawing random numbers that matter.
-            device: Device of the parameters.
-        """
         self._model, self._load = model, load
         with torch.no_grad():
             for parameter in model.parameters():

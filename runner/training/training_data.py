@@ -18,12 +18,7 @@ _TEXT_COLUMNS = ("prompt", "completion", "text", "messages", "input_ids")
 
 
 def load_training_data(config: DataConfig, cache: Path, *, seed: int) -> tuple[Any, Any]:
-    """Load the training data.
-
-    Args:
-        config: Which data.
-        cache: Folder of the cache.
-        seed: Seed of the split.
+    """Load the training data; the seed is that of a split into rows to train on and rows to evaluate on.
 
     Returns:
         The rows to train on (a stream if so configured), and those to evaluate on, if any.
@@ -80,11 +75,7 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
 
 
 def _stream(source: str, split: str) -> Any:
-    """Return rows that are read and checked on demand.
-
-    Raises:
-        ValueError: As `load_training_data`, for the first row; for others when they are read.
-    """
+    """Return rows that are read and checked on demand; ValueError as above, for the first row at once."""
     name = f"data.path={source!r}"
     is_file = Path(source).suffix in DATA_LOADERS
     try:
@@ -138,11 +129,7 @@ def _bad_row(name: str, number: int, column: str, value: Any) -> ValueError:
 
 
 def _first_empty(column: pa.ChunkedArray) -> int | None:
-    """Return the index of the first row without anything to train on, from 0.
-
-    Raises:
-        TypeError: The column is neither text nor lists; the message is its type.
-    """
+    """Return the index of the first row without anything to train on; TypeError for what is neither text nor lists."""
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         lengths = pc.utf8_length(pc.utf8_trim_whitespace(column))
