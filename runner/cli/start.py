@@ -112,8 +112,9 @@ def start(
     stop = StopRequest()
     stop.count_signals()
 
+    from runner.journal.attempts import Job
     from runner.session.preflight import starting_point
-    from runner.start.boot import FOLLOWS_ENV, Boot, Wanted
+    from runner.start.boot import FOLLOWS_ENV, Boot
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
     if metrics_port is not None:
@@ -130,17 +131,9 @@ def start(
     step = resume_step(resume)
     if overwrite and step != "never":
         raise UsageError("--overwrite needs --resume never")
-    wanted = Wanted(
-        step=step,
-        overwrite=overwrite,
-        resume_from=starting_point(resume_from) if resume_from is not None else "",
-        allow_changes=allow_changes,
-        script=script,
-        args=args,
-        show_output=script is not None or debug,
-        follows=follows,
-    )
-    sys.exit(int(Boot(config, wanted, stop).run()))
+    start_from = starting_point(resume_from) if resume_from is not None else ""
+    job = Job(script, args, script is not None or debug, start_from, allow_changes)
+    sys.exit(int(Boot(config, job, stop, step=step, overwrite=overwrite, follows=follows).run()))
 
 
 def _scaled_down(config: Any, script: str | None, resume: str) -> Any:

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,36 +42,32 @@ T = TypeVar("T")
 FOLLOWS_ENV = "_RUNNER_FOLLOWS"
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the command line asks for, besides the configuration.
+class Boot:
+    """One `runner start`.
 
-    Attributes:
+    Args:
+        config: The resolved configuration.
+        job: What to run.
+        stop: Counts the stop requests of this process since its first moment.
         step: What to resume from: "auto", "never" or a step.
         overwrite: Whether to move an earlier run aside.
-        resume_from: A verified checkpoint to start from while the run has none of its own; empty for none.
-        allow_changes: Whether to resume from checkpoints of a job that differs from this one.
-        script: Path of the user's script; None for the configured job.
-        args: Its arguments.
-        show_output: Whether to show what the ranks print.
         follows: Whether the run that this process has led goes on under another leader.
     """
 
-    step: str | int = "auto"
-    overwrite: bool = False
-    resume_from: str = ""
-    allow_changes: bool = False
-    script: str | None = None
-    args: tuple[str, ...] = ()
-    show_output: bool = False
-    follows: bool = False
-
-
-class Boot:
-    """One `runner start`; `stop` counts the stop requests of this process since its first moment."""
-
-    def __init__(self, config: Config, wanted: Wanted, stop: StopRequest) -> None:
-        self._config, self._wanted, self._stop = config, wanted, stop
+    def __init__(
+        self,
+        config: Config,
+        job: Job,
+        stop: StopRequest,
+        *,
+        step: str | int = "auto",
+        overwrite: bool = False,
+        follows: bool = False,
+    ) -> None:
+        # Ranks must find it from any working directory.
+        script = str(Path(job.script).absolute()) if job.script is not None else None
+        self._config, self._job, self._stop = config, replace(job, script=script), stop
+        self._step, self._overwrite, self._follows = step, overwrite, follows
         self._directory = RunDirectory(config.output_dir, config.launch.node_rank)
         self._caveats: list[str] = []
         self._location_id: str | None = None
@@ -84,10 +80,8 @@ class Boot:
         """
         self._directory.create()
         self._directory.lock(_say, lambda: bool(self._stop))
-        self._identity = unless_stopped(
-            self._stop, lambda: identify(self._config, self._wanted.script, self._wanted.args)
-        )
-        if self._wanted.step == "auto" and preflight.is_done(self._config, self._directory, self._identity):
+        self._identity = unless_stopped(self._stop, lambda: identify(self._config, self._job.script, self._job.args))
+        if self._step == "auto" and preflight.is_done(self._config, self._directory, self._identity):
             _say("this run is finished; nothing to do (--resume never --overwrite starts a new run)")
             click.echo(render(self._summary(), paths_of(self._config, self._directory)))
             return ExitCode.DONE
@@ -111,22 +105,22 @@ class Boot:
         """Check that the location can be used; return whether it cannot be reached for now."""
         config = self._config
         usable = functools.partial(preflight.check_storage, config)
-        if self._wanted.follows or preflight.was_in_use(config, self._directory):
+        if self._follows or preflight.was_in_use(config, self._directory):
             patience_s = config.launch.rendezvous_timeout_s
             usable = functools.partial(
-                preflight.await_storage, config, _say, patience_s=patience_s, follows=self._wanted.follows
+                preflight.await_storage, config, _say, patience_s=patience_s, follows=self._follows
             )
         self._caveats, is_away = unless_stopped(self._stop, usable)
         return is_away
 
     def _choose_leader(self) -> None:
-        is_forced = self._wanted.step != "auto"
+        is_forced = self._step != "auto"
         self._choice = unless_stopped(self._stop, lambda: LeaderChoice(self._config, self._directory, forced=is_forced))
         self._lock = preflight.LocationLock(self._config, _say, None if self._directory.is_locked else 0.0)
 
     def _prepare_location(self, is_away: bool) -> None:
         """Check this machine and the location, and make room for the run; the leader's runner alone does that."""
-        config, directory, step = self._config, self._directory, self._wanted.step
+        config, directory, step = self._config, self._directory, self._step
         if not self._choice.leads:
             preflight.write_job(directory, self._identity)
             return
@@ -136,10 +130,10 @@ class Boot:
             return
         unless_stopped(self._stop, self._lock.hold)
         if step == "never":
-            if move_aside(config, directory, overwrite=self._wanted.overwrite):
+            if move_aside(config, directory, overwrite=self._overwrite):
                 self._lock.hold()
         else:
-            allow_changes = self._wanted.allow_changes
+            allow_changes = self._job.allow_changes
             check = functools.partial(preflight.examine, config, directory, self._identity, allow_changes=allow_changes)
             self._caveats += unless_stopped(self._stop, check)
         if isinstance(step, int):
@@ -155,11 +149,9 @@ class Boot:
         self._directory.write_config(self._config.to_yaml())
 
     def _open_session(self) -> None:
-        wanted, directory = self._wanted, self._directory
-        self._display = ProgressDisplay(quiet=not self._choice.leads, live=not wanted.show_output)
-        script = str(Path(wanted.script).absolute()) if wanted.script is not None else None
-        self._job = Job(script, wanted.args, wanted.show_output, wanted.resume_from, wanted.allow_changes)
-        self._display.message(f"run {directory.run_id()} in {directory.root}, resume {wanted.step}")
+        directory = self._directory
+        self._display = ProgressDisplay(quiet=not self._choice.leads, live=not self._job.show_output)
+        self._display.message(f"run {directory.run_id()} in {directory.root}, resume {self._step}")
         for caveat in [*self._caveats, *([self._choice.caveat] if self._choice.caveat is not None else [])]:
             self._display.message(caveat)
         self._shared_identity = between_nodes(self._identity, self._config.checkpoint.location)
@@ -172,7 +164,7 @@ class Boot:
             self._session,
             self._job,
             identity=self._shared_identity,
-            compared=not self._wanted.allow_changes,
+            compared=not self._job.allow_changes,
             takeover=takeover,
         )
         return follower.run()

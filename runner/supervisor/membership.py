@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Protocol
 
 from checkpointing.agent.events import Event
 from runner.errors import ExitCode, PeersMissing
 from runner.journal.attempts import AttemptSpec
 from runner.journal.events import WaitingForNodes
 from runner.lease.leadership import Leadership
+from runner.node.node import Node
 from runner.peers.link import Leader
 from runner.peers.messages import (
     MAX_REASON,
@@ -38,7 +38,7 @@ from runner.session.admission import Limits, Seen, admit
 from runner.session.excluded_machines import Exclusion
 from runner.session.identity import JobIdentity
 from runner.session.session import Session
-from runner.supervisor.node_changes import NodeChanges, Pausable, listed
+from runner.supervisor.node_changes import NodeChanges, listed
 
 TURN_S = 0.5
 # When this node's part of an attempt is over, the other runners kill theirs; a node that takes longer counts as lost.
@@ -46,23 +46,6 @@ _PEER_END_S = 30.0
 _JOIN_TURN_S = 0.05
 # With these a leader may leave the run to another one.
 _LEAVES = (ExitCode.PREEMPTED, ExitCode.BAD_NODE)
-
-
-class RunningAttempt(Pausable, Protocol):
-    """What the membership needs of the leader's own node while an attempt runs.
-
-    Attributes:
-        others_busy: Whether a rank of another node is legitimately not computing steps.
-    """
-
-    others_busy: bool
-
-    @property
-    def busy(self) -> bool:
-        """Whether a rank of this node is legitimately not computing steps."""
-
-    def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:
-        """Kill the ranks of this node."""
 
 
 class Membership:
@@ -196,7 +179,7 @@ class Membership:
             for number in self._changes.leaving.keys() - self._leader.present:
                 del self._changes.leaving[number]
 
-    def turn(self, node: RunningAttempt) -> None:
+    def turn(self, node: Node) -> None:
         """End the attempt on this node if another node was lost or failed, and keep watchdogs informed."""
         self.check()
         lost = self.others - self._ready - self._ended.keys()

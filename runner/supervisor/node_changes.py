@@ -5,32 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Protocol
 
 from checkpointing.agent.events import SlowRanks
 from runner.errors import ExitCode
 from runner.journal.events import NodesChanged
-from runner.node.agent_events import AgentEvents
+from runner.node.node import Node
 from runner.peers.messages import MAX_REASON, Finish
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.session.admission import Limits, Seen, change
 from runner.session.session import Session
-
-
-class Pausable(Protocol):
-    """The leader's own node while an attempt runs."""
-
-    @property
-    def is_training(self) -> bool:
-        """Whether the ranks take steps."""
-
-    @property
-    def checkpoints(self) -> AgentEvents:
-        """Knows which ranks are slow."""
-
-    def pause_attempt(self) -> None:
-        """End the attempt at a step boundary, on all nodes."""
 
 
 class NodeChanges:
@@ -77,7 +61,7 @@ class NodeChanges:
         texts = [f"node {listed(who)} {what}" for who, what in ((gone, "left out"), (came, "admitted")) if who]
         self._session.display.message(f"{', '.join(texts)}: training on {len(nodes)} nodes")
 
-    def watch(self, node: Pausable, limits: Limits, seen: Seen) -> None:
+    def watch(self, node: Node, limits: Limits, seen: Seen) -> None:
         """Pause the attempt of the leader's own node at a step boundary where the next one should have other nodes."""
         if self._reason or not limits.is_elastic or not node.is_training or self._session.stop:
             return

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from checkpointing.host.environment import rank_settings
 from checkpointing.process import device
@@ -63,25 +63,16 @@ class MetricsCallback(TrainerCallback):
 
         trainer.get_batch_samples = drawn
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compute the recomputed steps of the run."""
         settings = rank_settings()
         self._lost_steps = settings.lost_steps + max(settings.reached_step - state.global_step, 0)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step."""
         self._num_steps += 1
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Add the metrics to a log entry."""
         if not state.is_world_process_zero or not logs:
             return

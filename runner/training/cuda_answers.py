@@ -36,11 +36,22 @@ def answered_by_fork() -> Iterator[None]:
     """
     cuda: Any = torch.cuda
     properties, current = cuda.get_device_properties, cuda.current_device
-    answers = _Answers(properties)
+    has_ended = False
+
+    @functools.cache
+    def answer() -> list[SimpleNamespace] | None:
+        try:
+            return _answer_of_fork(properties)
+        except OSError:
+            # No process can be started, or somebody else has waited for it.
+            return None
+
+    def answer_if_wanted() -> list[SimpleNamespace] | None:
+        return None if has_ended or torch.cuda.is_initialized() else answer()
 
     @functools.wraps(properties)
     def get_device_properties(device: Any = None) -> Any:
-        found = answers.properties() if answers.are_wanted else None
+        found = answer_if_wanted()
         # None is the current device, which is the first.
         index = (_get_device_index(device, optional=True) if device is not None else None) or 0
         return found[index] if found is not None and 0 <= index < len(found) else properties(device)
@@ -48,14 +59,14 @@ def answered_by_fork() -> Iterator[None]:
     @functools.wraps(current)
     def current_device() -> int:
         # As long as CUDA is not initialized, nobody can have chosen another.
-        return 0 if answers.are_wanted and answers.properties() is not None else int(current())
+        return 0 if answer_if_wanted() is not None else int(current())
 
     compiler_was_loaded = _COMPILER in sys.modules
     cuda.get_device_properties, cuda.current_device = get_device_properties, current_device
     try:
         yield
     finally:
-        answers.have_ended = True
+        has_ended = True
         # The compiler knows torch's functions by identity: where it was imported meanwhile, it knows these. A library
         # may have put others in their place.
         if compiler_was_loaded or _COMPILER not in sys.modules:
@@ -65,33 +76,8 @@ def answered_by_fork() -> Iterator[None]:
                 cuda.current_device = current
 
 
-class _Answers:
-    def __init__(self, properties: Callable[[int], Any]) -> None:
-        self._properties = properties
-        self._found: list[SimpleNamespace] | None = None
-        self._asked = self.have_ended = False
-
-    @property
-    def are_wanted(self) -> bool:
-        return not self.have_ended and not torch.cuda.is_initialized()
-
-    def properties(self) -> list[SimpleNamespace] | None:
-        """Return the properties of each GPU; None if a fork cannot tell."""
-        if not self._asked:
-            self._asked = True
-            self._found = _ask_fork(self._properties)
-        return self._found
-
-
-def _ask_fork(properties: Callable[[int], Any]) -> list[SimpleNamespace] | None:
-    try:
-        return _answer_of_fork(properties)
-    except OSError:
-        # No process can be started, or somebody else has waited for it.
-        return None
-
-
 def _answer_of_fork(properties: Callable[[int], Any]) -> list[SimpleNamespace] | None:
+    """Return the properties of each GPU; None if a fork cannot tell."""
     reader, writer = os.pipe()
     parent, pid = os.getpid(), os.fork()
     if pid == 0:

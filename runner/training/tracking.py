@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from checkpointing.host.environment import not_installed, rank_settings
 from runner.training.callbacks import perplexities
@@ -71,9 +72,7 @@ class AimTracker(TrainerCallback):
 
     # -- in the training thread ----------------------------------------------------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the thread, and repeat the latest entries of the history."""
         step, options = state.global_step, args.to_sanitized_dict()
         self._thread = threading.Thread(target=self._work, name="aim", daemon=True)
@@ -84,18 +83,11 @@ class AimTracker(TrainerCallback):
         for entry in state.log_history[-_NUM_REPEATED:]:
             self._track({**entry, **perplexities(entry)}, entry["step"])
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Track a log entry."""
         self._track(logs or {}, state.global_step)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the checkpoint."""
         step = state.global_step
         self._do(lambda run: run.log_info(f"checkpoint of step {step}"))
@@ -150,25 +142,21 @@ class AimTracker(TrainerCallback):
 
     def _work(self) -> None:
         try:
-            self._write()
-        finally:
-            self._imported.set()
-
-    def _write(self) -> None:
-        try:
             self._import()
             run = self._open()
         except Exception as error:
             self._report(f"{self._repo} cannot be used ({type(error).__name__}: {error})")
             return
+        finally:
+            self._imported.set()
         while (what := self._waiting.get()) is not None:
-            try:
-                what(run)
-            except Exception as error:
-                self._report(f"{self._repo} refuses ({type(error).__name__}: {error})")
+            self._try(functools.partial(what, run))
             self._num_done += 1
+        self._try(run.close)
+
+    def _try(self, work: Callable[[], object]) -> None:
         try:
-            run.close()
+            work()
         except Exception as error:
             self._report(f"{self._repo} refuses ({type(error).__name__}: {error})")
 

@@ -54,11 +54,7 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
         try:
             rows = datasets.load_dataset(**_file_options(source), cache_dir=folder)
         except Exception as error:
-            # The exception of `datasets` is generic; its cause is specific.
-            cause = error.__cause__ or error
-            where = _first_bad_line(source) if suffix == ".jsonl" else ""
-            text = " ".join(str(cause).split())
-            raise ValueError(f"{name} cannot be read{where}: {type(cause).__name__}: {text[:300]}") from error
+            raise _unreadable(name, error, _first_bad_line(source) if suffix == ".jsonl" else "") from error
     columns = set(rows.column_names)
     _check_columns(name, columns)
     if len(rows) == 0:
@@ -85,9 +81,7 @@ def _stream(source: str, split: str) -> Any:
     except Exception as error:
         if not is_file:
             raise
-        cause = error.__cause__ or error
-        text = " ".join(str(cause).split())
-        raise ValueError(f"{name} cannot be read: {type(cause).__name__}: {text[:300]}") from error
+        raise _unreadable(name, error) from error
     if first is None:
         raise ValueError(f"{name} has no rows")
     _check_columns(name, set(first))
@@ -122,6 +116,13 @@ def _check_columns(name: str, columns: set[str]) -> None:
         raise ValueError(
             f"{name} has the columns {', '.join(sorted(columns))}; needed: prompt and completion, or text, or messages"
         )
+
+
+def _unreadable(name: str, error: Exception, where: str = "") -> ValueError:
+    # The exception of `datasets` is generic; its cause is specific.
+    cause = error.__cause__ or error
+    text = " ".join(str(cause).split())
+    return ValueError(f"{name} cannot be read{where}: {type(cause).__name__}: {text[:300]}")
 
 
 def _bad_row(name: str, number: int, column: str, value: Any) -> ValueError:

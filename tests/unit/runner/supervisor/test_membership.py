@@ -37,7 +37,7 @@ class Bench:
         self.session = FakeSession(folder, nnodes=3, master_addr="127.0.0.1", master_port=29400, **launch)
         self.session.attempt = 1
         self.leader = FakeLeader()
-        self.node = FakeNode(display=self.session.display, record=self.session.record)
+        self.node: Any = FakeNode(display=self.session.display, record=self.session.record)
         self.events: list[Event] = []
         self.refusal: Any = None
         lead = Leadership(self.session, keeper)

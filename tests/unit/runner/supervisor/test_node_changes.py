@@ -26,11 +26,12 @@ class Bench:
         self.session = FakeSession(folder)
         self.sent: list[tuple[int, Finish]] = []
         self.changes = NodeChanges(self.session, lambda message, number: self.sent.append((number, message)))
-        self.node = FakeNode(display=self.session.display, record=self.session.record)
+        self.node: Any = FakeNode(display=self.session.display, record=self.session.record)
 
     def watch(self, seen: Seen, limits: Limits = LIMITS) -> int:
         self.changes.watch(self.node, limits, seen)
-        return self.node.pauses
+        pauses: int = self.node.pauses
+        return pauses
 
 
 @pytest.fixture
