@@ -28,7 +28,7 @@ from runner.lease.leadership import Inherited, Takeover
 from runner.lease.record import LeaseRecord
 from runner.ranks.output import drain_streams
 from runner.session import preflight
-from runner.session.excluded_machines import check_own_machine
+from runner.session.admission import check_own_machine
 from runner.session.identity import between_nodes, identify
 from runner.session.session import Session
 from runner.supervisor.follower import Follower

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from checkpointing.agent.events import Event, TrainingStarted
-from runner.errors import ExitCode, PeersMissing, RunnerError
+from runner.errors import ExitCode, LaunchDelayed, LaunchError, PeersMissing, RunnerError
 from runner.journal.attempts import AttemptSpec, Job
 from runner.journal.events import RunStarted
 from runner.lease.leadership import Takeover
@@ -39,8 +39,8 @@ from runner.recovery.policy import Stop
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
 from runner.session.identity import JobIdentity, key_of
 from runner.session.session import Session
-from runner.supervisor.make_node import PatientStart, make_node
 from runner.supervisor.run_record import end_of_error, ended, finished_job
+from runner.supervisor.supervisor import make_node
 
 _TURN_S = 0.5
 # From a stop request to the leader's answer while no attempt runs here.
@@ -275,6 +275,47 @@ class Follower:
                 self._finish = message
             case _:
                 pass
+
+
+class PatientStart:
+    """Starts a node's helper processes again if they are killed, `restart.max_restarts` times between two attempts."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._num_killed = session, 0
+
+    def start(self, node: Node) -> bool:
+        """Start what does not run; during a stop, failures do not matter any more.
+
+        Returns:
+            False if a process was killed, and this is to be called again.
+
+        Raises:
+            LaunchDelayed: Too often.
+            LaunchError: A process cannot be started.
+        """
+        session = self._session
+        if session.stop:
+            return True
+        try:
+            node.ensure_processes()
+        except LaunchDelayed as error:
+            if session.stop:
+                return True
+            self._num_killed += 1
+            if self._num_killed > session.config.restart.max_restarts:
+                raise
+            session.display.message(f"{error}; restarting it")
+            # A limit of processes, for example, refuses at once, and again.
+            session.sleep(float(self._num_killed))
+            return False
+        except LaunchError:
+            if not session.stop:
+                raise
+        return True
+
+    def succeeded(self) -> None:
+        """Note that an attempt begins."""
+        self._num_killed = 0
 
 
 def _unreachable(address: tuple[str, int], limit_s: float, error: str) -> PeersMissing:

@@ -34,8 +34,7 @@ from runner.recovery.failure import Failure, combine
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import Stop, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
-from runner.session.admission import Limits, Seen, admit
-from runner.session.excluded_machines import Exclusion
+from runner.session.admission import Exclusion, Limits, Seen, admit
 from runner.session.identity import JobIdentity
 from runner.session.session import Session
 from runner.supervisor.node_changes import NodeChanges, listed
@@ -86,7 +85,7 @@ class Membership:
         self._busy: dict[int, bool] = {}
         self._busy_sent = False
         self.bad_nodes: set[int] = set()
-        self._changes, self._exclusion = NodeChanges(session, self._send), Exclusion(session)
+        self._changes, self._exclusion = NodeChanges(session, self._send), Exclusion(session.config, session.clock)
 
     @property
     def others(self) -> frozenset[int]:

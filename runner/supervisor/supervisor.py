@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpointing.agent.events import Event
 from checkpointing.commit.tiers import Tiers
 from runner.config.schema import Config, RestartConfig
 from runner.errors import ExitCode, LaunchDelayed, LaunchError, PeersMissing, RunnerError
@@ -17,17 +18,18 @@ from runner.journal.attempts import Job
 from runner.journal.events import Backoff
 from runner.lease.leadership import Inherited, Leadership
 from runner.lease.lease import Lease
+from runner.node.health_check import HealthCheck
 from runner.node.node import Node
 from runner.peers.link import Leader
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import Action, FailureKind
 from runner.recovery.policy import BatchDivision, Restart, Stop, backoff_s, decide, end_of_node
-from runner.session.admission import Limits, StepSamples, counts_samples, samples_per_step
+from runner.session.admission import Limits, StepSamples, counts_samples, exclude_own_machine, samples_per_step
 from runner.session.identity import JobIdentity
 from runner.session.session import Session
-from runner.supervisor.make_node import make_node
 from runner.supervisor.membership import Membership
 from runner.supervisor.run_record import RunRecord, end_of_error, end_without_last_save, end_without_location, ended
+from runner.system.host import Host
 from runner.ui.progress import ProgressDisplay
 
 
@@ -269,6 +271,40 @@ class Supervisor:
         self._members.turn(self._node)
         if self._lead.is_lost:
             self._node.end_attempt(Failure(FailureKind.ENDED, "another node leads this run now"))
+
+
+def make_node(
+    session: Session,
+    job: Job,
+    run_id: str,
+    *,
+    record: Callable[[Event], None] | None = None,
+    build: Callable[..., Node] = Node,
+) -> Node:
+    """Return a session's own node of a run; nothing is started.
+
+    Its events go to `record`, by default to the session's journal.
+    """
+    launch = session.config.launch
+    health = HealthCheck(
+        lambda fault: exclude_own_machine(session.config, fault, session.clock()),
+        loop=session.loop,
+        stop=session.stop,
+        host=Host(),
+    )
+    return build(
+        session.config,
+        session.directory,
+        job,
+        run_id,
+        display=session.display,
+        record=record or session.record,
+        clock=session.clock,
+        loop=session.loop,
+        stop=session.stop,
+        runtime=session.runtime,
+        **({"check_gpus": health.run} if launch.nnodes > 1 and launch.check_gpus else {}),
+    )
 
 
 def retry(attempt: Callable[[], Restart | Stop], restart: RestartConfig, session: Session) -> Stop:

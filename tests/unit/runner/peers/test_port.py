@@ -14,7 +14,7 @@ from runner.peers.messages import Finish, Hello
 from runner.peers.port import listen, refusal
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.session.excluded_machines import Exclusion
+from runner.session.admission import Exclusion
 from runner.session.identity import JobIdentity
 
 OURS = JobIdentity({"job": "the configured job", "trainer.learning_rate": 1e-4})
@@ -22,7 +22,8 @@ OTHER = JobIdentity({"job": "the configured job", "trainer.learning_rate": 2e-4}
 
 
 def test_any_job_is_accepted_where_either_side_does_not_compare(tmp_path: Path) -> None:
-    exclusion = Exclusion(FakeSession(tmp_path))
+    session = FakeSession(tmp_path)
+    exclusion = Exclusion(session.config, session.clock)
 
     def end(ours: JobIdentity | None, theirs: JobIdentity | None) -> Finish | None:
         job = theirs.to_json().decode() if theirs is not None else ""
@@ -36,7 +37,7 @@ def test_any_job_is_accepted_where_either_side_does_not_compare(tmp_path: Path) 
 
 def test_a_machine_whose_hardware_has_failed_is_sent_away_with_80(tmp_path: Path) -> None:
     session = FakeSession(tmp_path)
-    exclusion = Exclusion(session)
+    exclusion = Exclusion(session.config, session.clock)
     exclusion.meet(1, "machine-b")
     exclusion.exclude({1: Failure(FailureKind.BAD_NODE, "CUDA error: uncorrectable ECC error")})
     refused = refusal(None, exclusion, Hello(node_rank=1, machine="machine-b"))
@@ -59,7 +60,7 @@ def test_the_option_at_fault_is_named(bind: str | None, number: int, text: str, 
         raise OSError(number, "why")
 
     with pytest.raises(UsageError, match=text):
-        listen(session, 2, lambda *_: None, OURS, Exclusion(session), refused)
+        listen(session, 2, lambda *_: None, OURS, Exclusion(session.config, session.clock), refused)
 
 
 @pytest.mark.parametrize(
@@ -76,5 +77,5 @@ def test_a_node_that_leads_in_place_of_the_first_one_listens_on_its_own_address(
     def opened(*_: object, **options: object) -> Any:
         asked.append(options["bind"])
 
-    listen(session, None, lambda *_: None, OURS, Exclusion(session), opened, host)
+    listen(session, None, lambda *_: None, OURS, Exclusion(session.config, session.clock), opened, host)
     assert asked == [bound]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +15,21 @@ from helpers.node_fakes import FakeLeader, FakeNode, FakeSession, ended
 
 from checkpointing.storage import LocalStorage
 from runner.config.schema import RestartConfig
-from runner.errors import ExitCode, LaunchDelayed, LaunchError, UsageError
+from runner.errors import ExitCode, GpuFaulty, LaunchDelayed, LaunchError, UsageError
 from runner.journal.attempts import AttemptResult, Job
 from runner.journal.events import AttemptEnded, Backoff, RunEnded, StepsSkipped
 from runner.lease.lease import Lease, LeaseRecord, newest_lease, take
+from runner.lease.lease import Lease
+from runner.lease.record import LeaseRecord, newest_lease, take
+from runner.node import health_check
 from runner.peers.messages import Finish
+from runner.recovery.bad_machines import read_bad_machines
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, Restart, Stop
 from runner.recovery.restart_state import RestartState
 from runner.session.identity import JobIdentity, key_of
-from runner.supervisor.supervisor import Supervisor, retry
+from runner.supervisor.supervisor import Supervisor, make_node, retry
 
 FINISHED = ended(FailureKind.FINISHED, 20, cause="all ranks finished")
 
@@ -506,3 +512,40 @@ def test_an_error_of_an_attempt_is_not_retried(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="why"):
         retry(fail, CONFIG, FakeSession(tmp_path))
+
+
+def test_a_node_shares_what_its_session_has(tmp_path: Path) -> None:
+    session = FakeSession(tmp_path)
+    made: list[Any] = []
+
+    def build(*arguments: Any, **options: Any) -> Any:
+        made.append((arguments, options))
+
+    make_node(session, Job("train.py"), "leaders-run", build=build)
+    make_node(session, Job("train.py"), "leaders-run", record=made.append, build=build)
+    (arguments, options), (_, others) = made
+    assert arguments == (session.config, session.directory, Job("train.py"), "leaders-run")
+    assert options["loop"] is session.loop and options["record"] == session.record and others["record"] == made.append
+
+
+def test_the_gpus_of_a_node_of_several_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    def build(*arguments: Any, **options: Any) -> Any:
+        made.append(options)
+
+    monkeypatch.setattr(
+        health_check,
+        "start_check",
+        lambda output, errors: subprocess.Popen([sys.executable, "-c", "1/0"], stdout=output, stderr=errors),
+    )
+    several = {"nnodes": 2, "master_addr": "node0"}
+    cases: list[dict[str, Any]] = [several, {}, {**several, "check_gpus": False}]
+    sessions = [FakeSession(tmp_path / str(number), **launch) for number, launch in enumerate(cases)]
+    for session in sessions:
+        make_node(session, Job(), "run", build=build)
+    assert ["check_gpus" in options for options in made] == [True, False, False]
+    with pytest.raises(GpuFaulty, match="ZeroDivisionError"):
+        made[0]["check_gpus"]()
+    bad = read_bad_machines(sessions[0].config.tiers.durable.sidecars, sessions[0].clock())
+    assert ["ZeroDivisionError" in one.cause for one in bad] == [True]
