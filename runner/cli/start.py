@@ -112,9 +112,9 @@ def start(
     stop = StopRequest()
     stop.count_signals()
 
+    from runner.boot import FOLLOWS_ENV, Boot
     from runner.journal.attempts import Job
     from runner.session.preflight import starting_point
-    from runner.start.boot import FOLLOWS_ENV, Boot
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
     if metrics_port is not None:

@@ -286,12 +286,11 @@ def make_node(
     Its events go to `record`, by default to the session's journal.
     """
     launch = session.config.launch
-    health = HealthCheck(
-        lambda fault: exclude_own_machine(session.config, fault, session.clock()),
-        loop=session.loop,
-        stop=session.stop,
-        host=Host(),
-    )
+
+    def exclude(fault: str) -> None:
+        exclude_own_machine(session.config, fault, session.clock())
+
+    health = HealthCheck(exclude, loop=session.loop, stop=session.stop, host=Host())
     return build(
         session.config,
         session.directory,

@@ -1,4 +1,4 @@
-"""The options of `runner init` and `runner start`; what they lead to is in tests/unit/runner/start."""
+"""The options of `runner init` and `runner start`; what they lead to is in tests/unit/runner/test_boot.py."""
 
 from __future__ import annotations
 

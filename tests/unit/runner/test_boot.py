@@ -18,6 +18,8 @@ from helpers.journals import event
 from helpers.node_fakes import FakeDisplay
 
 from checkpointing.storage import LocalStorage
+from runner import boot
+from runner.boot import move_aside, paths_of
 from runner.cli import start as command
 from runner.cli.start import start
 from runner.config.schema import Config
@@ -28,8 +30,6 @@ from runner.journal.run_directory import RunDirectory
 from runner.lease.leadership import Inherited
 from runner.lease.lease import LeaseRecord
 from runner.session import preflight
-from runner.start import boot
-from runner.start.boot import move_aside, paths_of
 from runner.system.event_loop import StopRequest
 from runner.ui import prometheus
 
@@ -169,7 +169,7 @@ def test_a_leader_that_was_replaced_follows_in_the_same_process(
     executed = list[list[str]]()
     environment = dict(os.environ)
     monkeypatch.setattr("runner.cli.start.os.environ", environment)
-    monkeypatch.setattr("runner.start.boot.os.execv", lambda program, arguments: executed.append(arguments))
+    monkeypatch.setattr("runner.boot.os.execv", lambda program, arguments: executed.append(arguments))
     monkeypatch.setattr(sys, "orig_argv", ["python", "runner", "start"])
     runs.was_replaced, runs.code = True, ExitCode.PREEMPTED
     assert "a rank failed; this node follows it" in run("--resume", "never").output
@@ -186,7 +186,7 @@ def test_a_node_whose_storage_fails_when_it_begins_to_lead_follows_again(
     """It ended with 2, as if the location had been a mistake: found by `runner chaos --nodes 3 --seed 23003`."""
     executed, closed = list[list[str]](), list[bool]()
     monkeypatch.setattr("runner.cli.start.os.environ", dict(os.environ))
-    monkeypatch.setattr("runner.start.boot.os.execv", lambda program, arguments: executed.append(arguments))
+    monkeypatch.setattr("runner.boot.os.execv", lambda program, arguments: executed.append(arguments))
     monkeypatch.setattr(boot, "take_over", lambda *_: None)
     node: Any = SimpleNamespace(close=lambda: closed.append(True))
     runs.inherited = Inherited(node)
@@ -229,7 +229,7 @@ def test_storage_that_a_run_was_using_is_waited_for(runs: Runs, monkeypatch: pyt
 
 
 def test_a_leader_that_is_to_stop_does_not_follow(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.start.boot.os.execv", lambda *_: pytest.fail("it was to stop"))
+    monkeypatch.setattr("runner.boot.os.execv", lambda *_: pytest.fail("it was to stop"))
     runs.was_replaced, runs.code = True, ExitCode.PREEMPTED
     monkeypatch.setattr(StopRequest, "count_signals", lambda self: self.ask("SIGTERM"))
     # Its checks end at once; here they are done before.
@@ -318,7 +318,7 @@ def test_a_stop_request_does_not_wait_for_a_server(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr("runner.start.boot.os._exit", leave)
+    monkeypatch.setattr("runner.boot.os._exit", leave)
     stop = StopRequest()
     stop.ask("SIGTERM")
     with pytest.raises(SystemExit) as end:

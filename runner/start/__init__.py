@@ -1,1 +1,0 @@
-"""What `runner start` does, from a resolved configuration to the exit code."""
