@@ -42,8 +42,7 @@ from checkpointing.manager.spikes import SkippedSteps
 from checkpointing.manager.step_protocol import Due, Measured, StepProtocol
 from checkpointing.manager.step_saves import StepSaves
 from checkpointing.manager.tracked import Tracked
-from checkpointing.process.flag_sync import FlagSync
-from checkpointing.process.ranks import Ranks
+from checkpointing.process.ranks import FlagSync, Ranks
 from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.snapshot.request import SmallFile
 from checkpointing.state.adapter import Adapter

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpointing.host.heartbeat import CommitReport
-from checkpointing.process.flag_sync import Flag, FlagSync
+from checkpointing.process.ranks import Flag, FlagSync
 from checkpointing.snapshot.cadence import CadenceClock
 
 # Ranks exchange flags about this often; where steps are longer, at each.

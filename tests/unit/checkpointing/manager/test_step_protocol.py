@@ -9,7 +9,7 @@ import pytest
 from checkpointing.host.heartbeat import CommitReport
 from checkpointing.manager import step_protocol
 from checkpointing.manager.step_protocol import Due, Measured, StepProtocol
-from checkpointing.process.flag_sync import FlagSync
+from checkpointing.process.ranks import FlagSync
 from checkpointing.snapshot.cadence import Cadence, CadenceClock
 
 

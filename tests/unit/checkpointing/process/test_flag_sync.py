@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from checkpointing.process.flag_sync import Flag, FlagSync
+from checkpointing.process.ranks import Flag, FlagSync
 
 SCRIPT = """
 import json, os, sys
 import torch.distributed as dist
-from checkpointing.process.flag_sync import FlagSync, Flag
+from checkpointing.process.ranks import FlagSync, Flag
 rank, plan = int(os.environ["RANK"]), json.loads(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2] + "group", rank=rank, world_size=2)
 flag_sync, seen = FlagSync(dist.new_group(backend="gloo")), []

@@ -13,7 +13,7 @@ import requests
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from torch.utils.data import DataLoader, Dataset
 
-from runner.training.failure_report import describe, is_transient, print_traceback
+from runner.training.rank import describe, is_transient, print_traceback
 
 try:
     import httpx2 as httpx

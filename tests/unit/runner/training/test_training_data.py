@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from runner.config.schema import DataConfig
-from runner.training.failure_report import is_transient
+from runner.training.rank import is_transient
 from runner.training.training_data import load_training_data
 
 GOOD = {"prompt": "a", "completion": "b"}
