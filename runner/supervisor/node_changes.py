@@ -80,12 +80,11 @@ class NodeChanges:
             return
         found = zip(slow.ratios, slow.nodes, slow.ranks, strict=True)
         for ratio, number, rank in sorted(found, reverse=True):
-            left = (seen.ready | seen.members) - {number, *self.leaving}
-            if number not in seen.members - {seen.leader, *self.leaving} or limits.fitting(len(left)) is None:
-                continue
-            cause = f"rank {rank} needs {ratio:.1f} times as long as the median rank (launch.evict_slow_nodes)"
-            self.leaving[number] = cause
-            self._bad.add(number)
+            is_another = number in seen.members - {seen.leader, *self.leaving}
+            if is_another and self._left_without({number}, limits, seen) is not None:
+                cause = f"rank {rank} needs {ratio:.1f} times as long as the median rank (launch.evict_slow_nodes)"
+                self.leaving[number] = cause
+                self._bad.add(number)
 
     def revise(self, failure: Failure, nodes: AbstractSet[int]) -> Failure:
         """Return how an attempt of these nodes ended, for a run that continues with others; the leaving ones may go."""
@@ -101,8 +100,7 @@ class NodeChanges:
 
     def on_stop(self, number: int, reason: str, limits: Limits, seen: Seen) -> None:
         """Continue without a node that was asked to stop, if enough are left; else stop the run."""
-        left = (seen.ready | seen.members) - {number, *self.leaving}
-        if self._session.stop or not limits.is_elastic or limits.fitting(len(left)) is None:
+        if self._session.stop or self._left_without({number}, limits, seen) is None:
             self._session.stop.ask(f"node {number}: {reason}")
             return
         self.leaving[number] = reason
@@ -114,8 +112,7 @@ class NodeChanges:
 
         If the leader is one of them, the run goes on where another node `can_hand_over`.
         """
-        left = (seen.ready | seen.members) - {*bad, *self.leaving}
-        if not bad or not limits.is_elastic or limits.fitting(len(left)) is None:
+        if not bad or self._left_without(bad.keys(), limits, seen) is None:
             return
         if seen.leader in bad:
             self.hands_over = can_hand_over
@@ -124,18 +121,19 @@ class NodeChanges:
         self.leaving.update({number: failure.cause for number, failure in bad.items()})
 
     def on_own_stop(self, limits: Limits, seen: Seen) -> bool:
-        """Take in that the leader was asked to stop.
-
-        Returns:
-            Whether enough nodes are left, so that one of them leads in its place; else all are to stop.
-        """
-        left = (seen.ready | seen.members) - {seen.leader, *self.leaving}
-        self.hands_over = limits.is_elastic and limits.fitting(len(left)) is not None
-        if self.hands_over:
+        """Take in that the leader was asked to stop; return whether one of the nodes left leads in its place."""
+        left = self._left_without({seen.leader}, limits, seen)
+        self.hands_over = left is not None
+        if left is not None:
             self._session.display.message(
                 f"this node leaves the run to node {listed(left)}, one of which will lead; stop them too to end the run"
             )
         return self.hands_over
+
+    def _left_without(self, gone: AbstractSet[int], limits: Limits, seen: Seen) -> AbstractSet[int] | None:
+        """Return the nodes of an elastic run without these and the leaving ones; None if they are not enough."""
+        left = (seen.ready | seen.members) - gone - self.leaving.keys()
+        return left if limits.is_elastic and limits.fitting(len(left)) is not None else None
 
     def _departures(self, nodes: AbstractSet[int]) -> list[str]:
         return [f"node {number} leaves: {self.leaving[number]}" for number in sorted(nodes & self.leaving.keys())]
