@@ -52,11 +52,7 @@ class Buffers:
         return {name: was for name, was in self._before.items() if name in now and not _are_equal(now[name], was)}
 
     def check(self) -> None:
-        """Check that none has changed.
-
-        Raises:
-            CheckpointError: Some have; the message names them.
-        """
+        """Check that none has changed; the error names those that have."""
         if changed := self.changed():
             raise CheckpointError(changing(tuple(changed)))
 
@@ -84,11 +80,11 @@ class SelfTest:
     def run(
         self, batch: Any, compute: Callable[[Any], Any], with_others_altered: Callable[[Any], Any] | None = None
     ) -> None:
-        """Compute and compare; every rank calls it. Gradients, buffers and generators are as before then.
+        """Compute a micro-batch, and compare; every rank calls it. Nothing of the training has changed then.
 
         Args:
             batch: A micro-batch of this rank.
-            compute: Computes a micro-batch, forward and backward.
+            compute: Computes one, forward and backward.
             with_others_altered: Likewise, but all that is gathered from other ranks has other values.
 
         Raises:

@@ -60,22 +60,13 @@ class Shares(Iterator[list[Share]]):
         self._with_statistics = [(name, one) for name, one in modules if isinstance(one, _NormBase)]
 
     def __next__(self) -> list[Share]:
-        """Draw the next step.
-
-        Raises:
-            CheckpointError: The last one was not computed.
-        """
         self.check_done()
         self._drawn = [Share(self, virtual_rank, batch) for virtual_rank, batch in next(self._batches)]
         self._notify(self)
         return self._drawn
 
     def check_done(self) -> None:
-        """Check that all shares that were drawn last have been computed.
-
-        Raises:
-            CheckpointError: Some have not: the gradients are not those of the step.
-        """
+        """Check that all shares drawn last have been computed: else the gradients are not those of the step."""
         left = [share.virtual_rank for share in self._drawn if not share.is_done]
         if left:
             raise CheckpointError(
@@ -91,11 +82,7 @@ class Shares(Iterator[list[Share]]):
 
     @contextlib.contextmanager
     def computing(self, virtual_rank: int) -> Iterator[None]:
-        """Compute the share of a virtual rank in the context.
-
-        Raises:
-            CheckpointError: It is not its turn, has no gradients, or has those of another step; or buffers change.
-        """
+        """Compute the share of a virtual rank in the context; its buffers must not change."""
         for name, module in self._with_statistics:
             if module.training and module.track_running_stats:
                 raise CheckpointError(changing((f"the statistics of {name} ({type(module).__name__})",)))

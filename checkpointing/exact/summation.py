@@ -27,12 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, order=True)
 class TreeNode:
-    """A node of the tree.
-
-    Attributes:
-        first: Its first leaf.
-        width: Leaves that it has room for, a power of two.
-    """
+    """A node of the tree: its first leaf, and for how many it has room, a power of two."""
 
     first: int
     width: int = 1
@@ -139,11 +134,7 @@ class PartialSums:
         self.most = max(self.most, len(self._sums))
 
     def check_used(self) -> None:
-        """Check that the same parameters have gradients now as for the first leaf of the block.
-
-        Raises:
-            CheckpointError: Others do; or some are sparse.
-        """
+        """Check that the same parameters have gradients now as for the first leaf of the block, and none are sparse."""
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise CheckpointError(
@@ -162,9 +153,8 @@ class PartialSums:
     ) -> list[list[torch.Tensor]]:
         """Add the last leaf of a block, for some of the parameters; call it once for each.
 
-        The leaf's gradients become those of the last node. Returns, for each node of the block from its first leaf on,
-        the
-        gradients of these parameters.
+        The leaf's gradients become those of the last node. For each node of the block, from its first leaf on, the
+        gradients of these parameters are returned.
         """
         _, merged = pushed(self.nodes, leaf, self._virtual_ranks)
         places = [self._places[id(parameter)] for parameter in parameters]
@@ -196,12 +186,6 @@ class Exchange:
     Each rank receives its chunk of everybody's nodes, adds them in the order of the tree, takes the mean once, at the
     root, and sends the result to all. Chunks are sent to single ranks, from and to where they belong: gloo's
     `all_gather` and `all_to_all` copy all of them once or twice more.
-
-    Args:
-        rank: Number of this rank among all, as its peers are named.
-        world_size: Number of ranks.
-        virtual_ranks: Number of virtual ranks.
-        group: The ranks' process group; None for a single process, or the default one.
     """
 
     def __init__(self, rank: int, world_size: int, virtual_ranks: int, group: dist.ProcessGroup | None = None) -> None:

@@ -135,11 +135,7 @@ class _Events:
 
 
 class Accelerator:
-    """One or several accelerators of a process, of one kind. Tensors on the host are copied at once.
-
-    Args:
-        devices: The accelerators.
-    """
+    """One or several accelerators of a process, of one kind. Tensors on the host are copied at once."""
 
     is_asynchronous = True
 
@@ -223,12 +219,9 @@ _replay_hooks: list[Callable[[], None]] = []
 
 
 def before_replays(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call a function before any CUDA graph (XPU graph, ...) is replayed in this process.
+    """Call a function before any CUDA graph (XPU graph, ...) is replayed here; return what removes it.
 
     A replay runs no hook of an optimizer that was recorded in it, and changes tensors without counting their versions.
-
-    Returns:
-        A function that removes the callback.
     """
     kinds = (("cuda", "CUDAGraph"), ("xpu", "XPUGraph"), ("accelerator", "Graph"))
     for module, name in kinds:
@@ -343,11 +336,7 @@ def utilization_percent() -> float | None:
 
 
 class Later:
-    """A number that the device has yet to compute; reading it does not wait for what was enqueued after it.
-
-    Args:
-        value: The number, or a tensor with one element.
-    """
+    """A number, or a tensor of one, that the device has yet to compute; reading it waits for nothing enqueued later."""
 
     def __init__(self, value: torch.Tensor | float) -> None:
         self._mark: DeviceMark | None = None

@@ -211,18 +211,13 @@ class Flag(IntEnum):
 
 
 class FlagSync:
-    """A tiny all-reduce by which all ranks act at the same step number.
-
-    Every rank calls it in lock-step, from the thread that trains.
+    """A tiny all-reduce by which all ranks act at the same step number, called in lock-step by the threads that train.
 
     No rank alone decides anything that changes the course of training. At the end of a step, an asynchronous maximum
     over every rank's flags is started on a gloo group of its own (never the gradients' group); it is read at the end of
     the next step. By then it has arrived, so no rank waits for it. Where steps are short, it is not started at each
     step: rank 0 proposes how many calls to leave out, and the proposal is agreed together with the flags, so that all
-    ranks leave out the same ones.
-
-    Args:
-        group: A gloo group that nothing else uses; None for a single process.
+    ranks leave out the same ones. A single process has no group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

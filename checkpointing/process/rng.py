@@ -33,11 +33,7 @@ class _WordType:
 
 
 class Words:
-    """Stands for a numpy array of plain numbers while a file is read.
-
-    Attributes:
-        array: The real array.
-    """
+    """Stands for a numpy array of plain numbers while a file is read; `array` is the real one."""
 
     array: np.ndarray[Any, Any]
 
@@ -81,11 +77,7 @@ def state(world_size: int) -> dict[str, Any]:
 
 
 def set_state(states: dict[str, Any]) -> None:
-    """Put every generator where `state` found it.
-
-    Raises:
-        Exception: Of any kind, where these are not valid states; the CPU's generators are then unchanged.
-    """
+    """Put every generator where `state` found it; raises as `set_host_state`."""
     set_host_state(states)
     device.set_generator_states(states)
 

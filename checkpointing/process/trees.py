@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,23 +49,14 @@ def _like(obj: dict[Any, Any], frozen: dict[Any, Any]) -> dict[Any, Any]:
 
 def tensors_in(obj: object) -> list[torch.Tensor]:
     """Return the tensors inside nested dicts, lists and tuples, in order."""
-    found: list[torch.Tensor] = []
-    _collect(obj, found)
-    return found
-
-
-def _collect(obj: object, found: list[torch.Tensor]) -> None:
     if isinstance(obj, torch.Tensor):
-        found.append(obj)
-    elif isinstance(obj, dict):
-        for value in obj.values():
-            _collect(value, found)
-    elif isinstance(obj, (list, tuple)):
-        for value in obj:
-            _collect(value, found)
-    elif isinstance(obj, Mapping):
-        for value in obj.values():
-            _collect(value, found)
+        return [obj]
+    inner: Iterable[object] = ()
+    if isinstance(obj, (list, tuple)):
+        inner = obj
+    elif isinstance(obj, (dict, Mapping)):
+        inner = obj.values()
+    return [tensor for value in inner for tensor in tensors_in(value)]
 
 
 def replaced(obj: Any, change: Callable[[Any], Any]) -> Any:

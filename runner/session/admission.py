@@ -83,11 +83,7 @@ class Limits:
         return self.min_nodes < self.max_nodes
 
     def check(self) -> None:
-        """Check that some number of nodes can share the samples of a step.
-
-        Raises:
-            UsageError: None can; the text says how many ranks can.
-        """
+        """Check that some number of nodes can share the samples of a step; the UsageError says how many ranks can."""
         if self.samples is not None and self.fitting(self.max_nodes) is None:
             if self.uneven:
                 ranks, most = self.max_nodes * self.local_ranks, self.samples * self.model_ranks
@@ -223,10 +219,7 @@ class StepSamples:
         return before != (self._known, self._shared, self.model_ranks)
 
     def number(self, planned_ranks: int) -> int | None:
-        """Return the samples of a step, or its virtual ranks; None if nobody knows.
-
-        The configured batch is meant for `planned_ranks`.
-        """
+        """Return the samples of a step, or its virtual ranks, where so many ranks are planned; None if nobody knows."""
         if self._config.elastic.mode == "exact":
             return self._config.elastic.virtual_ranks or self._shared or planned_ranks
         if self._known is not None or self._has_script:
@@ -332,12 +325,7 @@ def _remember(sidecars: Sidecars, bad: Sequence[BadMachine], now: float) -> None
 
 
 def check_own_machine(config: Config, now: float) -> None:
-    """Check that this machine may be used for a run of several nodes.
-
-    Raises:
-        BadMachineError: Its hardware has failed in this run.
-        OSError: Storage refused.
-    """
+    """Check that this machine may be used in a run of several nodes; BadMachineError if its hardware failed there."""
     if config.launch.nnodes == 1 or not config.restart.exclude_hours:
         return
     why = refusal(read_bad_machines(config.tiers.durable.sidecars, now), this_machine(), now)

@@ -284,10 +284,7 @@ def _describe_data(source: str) -> tuple[str, str | None]:
 
 
 def digest_of_file(path: Path) -> str | None:
-    """Return a digest of a file; None if it cannot be read.
-
-    It is of all bytes or, above 256 MiB, of the size and 64 parts of 1 MiB.
-    """
+    """Return a digest of a file: above 256 MiB of its size and 64 parts of 1 MiB. None if it cannot be read."""
     state = xxhash.xxh3_64()
     try:
         with path.open("rb") as file:

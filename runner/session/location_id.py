@@ -76,11 +76,7 @@ def remember(entries: Sequence[Entry], tier: str) -> Remembered:
 
 
 def look(tiers: Tiers, step: int | None) -> Found:
-    """Return what is at a run's location, where a step is remembered or None.
-
-    Raises:
-        OSError: Storage refused.
-    """
+    """Return what is at a run's location, where a step is remembered or None; OSError if storage refuses."""
     committed = tiers.catalog.committed_steps()
     aside = [name for storage in tiers.nearest_first for name in storage.quarantined()]
     steps = {number for storage in tiers.nearest_first for number in storage.steps()}
@@ -119,11 +115,7 @@ def compare(remembered: Remembered, found: Found, location: str) -> str | None:
 
 
 def read_id(storage: Storage) -> str | None:
-    """Return the id of the durable tier; None if it has none, or a damaged one.
-
-    Raises:
-        OSError: Storage refused.
-    """
+    """Return the id of the durable tier; None if it has none, or a damaged one. OSError if storage refuses."""
     try:
         place = json.loads(storage.sidecars.read(RECORD_NAME))["id"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -132,11 +124,7 @@ def read_id(storage: Storage) -> str | None:
 
 
 def ensure_id(storage: Storage) -> str:
-    """Return the id of the durable tier, which gets one if it has none.
-
-    Raises:
-        OSError: Storage refused.
-    """
+    """Return the id of the durable tier, which gets one if it has none; OSError if storage refuses."""
     place = read_id(storage)
     if place is None:
         place = uuid.uuid4().hex

@@ -80,7 +80,8 @@ class Follower:
         self._run_id: str | None = None
         self._num_connections = 0
         self._joins_running = False
-        self._start = PatientStart(session)
+        # How often a process of this node was killed as it started, since the last attempt.
+        self._num_killed = 0
         self._spec: AttemptSpec | None = None
         # The newest attempt that the leader has ended.
         self._end: End | None = None
@@ -135,7 +136,7 @@ class Follower:
             return self._run_id is None or self._num_connections != connection
 
         node = self._current_node()
-        if not self._start.start(node):
+        if not self._start_processes(node):
             return True
         if self._joins_running:
             self._joins_running = False
@@ -149,10 +150,36 @@ class Follower:
             self._member.send(Ready(nproc=node.shape[1], has_state=node.has_state))
         if not self._wait(lambda: self._spec is not None or is_lost()):
             return False
-        self._start.succeeded()
+        self._num_killed = 0
         if self._spec is not None and not is_lost():
             spec, self._spec = self._spec, None
             self._run_attempt(node, spec)
+        return True
+
+    def _start_processes(self, node: Node) -> bool:
+        """Start what does not run; return False if a process was killed, and this is to be called again.
+
+        That may happen `restart.max_restarts` times between two attempts. During a stop, failures do not matter any
+        more.
+        """
+        session = self._session
+        if session.stop:
+            return True
+        try:
+            node.ensure_processes()
+        except LaunchDelayed as error:
+            if session.stop:
+                return True
+            self._num_killed += 1
+            if self._num_killed > self._config.restart.max_restarts:
+                raise
+            session.display.message(f"{error}; restarting it")
+            # A limit of processes, for example, refuses at once, and again.
+            session.sleep(float(self._num_killed))
+            return False
+        except LaunchError:
+            if not session.stop:
+                raise
         return True
 
     def _current_node(self) -> Node:
@@ -275,47 +302,6 @@ class Follower:
                 self._finish = message
             case _:
                 pass
-
-
-class PatientStart:
-    """Starts a node's helper processes again if they are killed, `restart.max_restarts` times between two attempts."""
-
-    def __init__(self, session: Session) -> None:
-        self._session, self._num_killed = session, 0
-
-    def start(self, node: Node) -> bool:
-        """Start what does not run; during a stop, failures do not matter any more.
-
-        Returns:
-            False if a process was killed, and this is to be called again.
-
-        Raises:
-            LaunchDelayed: Too often.
-            LaunchError: A process cannot be started.
-        """
-        session = self._session
-        if session.stop:
-            return True
-        try:
-            node.ensure_processes()
-        except LaunchDelayed as error:
-            if session.stop:
-                return True
-            self._num_killed += 1
-            if self._num_killed > session.config.restart.max_restarts:
-                raise
-            session.display.message(f"{error}; restarting it")
-            # A limit of processes, for example, refuses at once, and again.
-            session.sleep(float(self._num_killed))
-            return False
-        except LaunchError:
-            if not session.stop:
-                raise
-        return True
-
-    def succeeded(self) -> None:
-        """Note that an attempt begins."""
-        self._num_killed = 0
 
 
 def _unreachable(address: tuple[str, int], limit_s: float, error: str) -> PeersMissing:

@@ -107,8 +107,8 @@ class Membership:
     def gather(self, limits: Limits, *, has_finished: bool, each_turn: Callable[[], None] = lambda: None) -> None:
         """Wait until enough nodes, each with as many ranks as this one, are ready, or a stop is requested.
 
-        The wait is short if the job `has_finished` in an earlier session: nodes that have exited with 0 are not
-        restarted.
+        The wait is short if the job `has_finished` in an earlier session: nodes that have exited with 0 do not start
+        again.
         `each_turn` is called about twice per second; what it raises ends the wait.
 
         Raises:

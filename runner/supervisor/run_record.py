@@ -96,11 +96,9 @@ class RunRecord:
     def next_spec(
         self, session: Session, nodes: AbstractSet[int], job: Job, limits: Limits, *, held: bool = False, host: str = ""
     ) -> AttemptSpec:
-        """Return the specification of the session's newest attempt.
+        """Return the specification of the session's newest attempt; see `AttemptSpec` for `held`.
 
-        The nodes meet at `host`, an address of this node; where it is empty, as they are configured. See `AttemptSpec`
-        for
-        `held`.
+        The nodes meet at `host`, an address of this node; where it is empty, as they are configured.
         """
         run = summarise(read_journal(session.directory.journal), now=session.clock())
         failures = sum(attempt.failed for attempt in run.attempts)
@@ -216,10 +214,7 @@ def end_without_location(durable: Storage, attempt: int) -> Stop | None:
 
 
 def end_without_last_save(tiers: Tiers, *, is_stop: bool) -> Stop:
-    """Return how a run ends that has trained to its end, and whose last checkpoint was not written.
-
-    With `is_stop`, it was asked to stop, so that there was no time for it.
-    """
+    """Return how a run ends that trained to its end, or until a stop, and whose last checkpoint was not written."""
     if is_stop:
         return Stop(ExitCode.PREEMPTED, "stopped on request while the last checkpoint was being written")
     reason = "trained to the end, but the last checkpoint was not written"

@@ -72,7 +72,6 @@ class Supervisor:
         self._node: Node
         self._record: RunRecord
         self._samples: StepSamples
-        self._limits = Limits(1, 1)
         # Last finished step of the newest attempt.
         self._last_step = 0
         self._notices = Notices(self._config, self._display)
@@ -187,13 +186,8 @@ class Supervisor:
         raise error
 
     def _gather(self) -> None:
-        """Wait until all nodes are ready.
-
-        Raises:
-            UsageError: The ranks cannot share the samples of a step, or the port for the other nodes is taken.
-            PeersMissing: Not all nodes have come in time.
-        """
-        limits = self._limits = Limits.of(self._config.launch, self._node.shape, self._samples)
+        """Wait until all nodes are ready, if their ranks can share the samples of a step."""
+        limits = Limits.of(self._config.launch, self._node.shape, self._samples)
         limits.check()
         if self._job.script is None:
             self._notices.show_learning_rate(limits.max_nodes * limits.local_ranks)
@@ -248,7 +242,7 @@ class Supervisor:
         self._keep_state()
         held = self._node.has_state or self._members.hold_state
         spec = self._record.next_spec(
-            session, self._members.nodes, self._job, self._limits, held=held, host=self._lead.host
+            session, self._members.nodes, self._job, self._members.limits, held=held, host=self._lead.host
         )
         self._members.begin(spec)
         self._node.others_busy = False
@@ -266,8 +260,10 @@ class Supervisor:
         """Handle stop requests and other nodes while an attempt runs."""
         self._record.copy_journal(self._node, self._session.monotonic())
         self._session.announce_stop(self._members.announce_stop)
-        if self._samples.learn(self._node.checkpoints.batch, len(self._members.nodes) * self._limits.local_ranks):
-            self._members.limits = self._limits = Limits.of(self._config.launch, self._node.shape, self._samples)
+        if self._samples.learn(
+            self._node.checkpoints.batch, len(self._members.nodes) * self._members.limits.local_ranks
+        ):
+            self._members.limits = Limits.of(self._config.launch, self._node.shape, self._samples)
         self._members.turn(self._node)
         if self._lead.is_lost:
             self._node.end_attempt(Failure(FailureKind.ENDED, "another node leads this run now"))

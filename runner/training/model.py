@@ -67,9 +67,6 @@ def build(
         mesh: How its tensors are distributed over the ranks, while they are loaded.
         outline: Make a model without weights, on the meta device; the files of one with a name are only fetched.
 
-    Returns:
-        Model and tokenizer.
-
     Raises:
         ValueError: transformers cannot distribute a model over a mesh.
         OSError: The model cannot be loaded.
@@ -200,10 +197,7 @@ def choose_attention(wanted: str, *, bf16: bool) -> str:
 
 
 def trained_tokenizer(dataset: Any, vocab_size: int, cache: Path) -> Any:
-    """Return a byte-level BPE tokenizer trained on the text of a data set, cached by its content.
-
-    The data set has rows, or is a stream of rows.
-    """
+    """Return a byte-level BPE tokenizer trained on the text of rows, or of a stream of them, cached by its content."""
     is_stream = isinstance(dataset, datasets.IterableDataset)
     texts = list(_texts(dataset.take(_TOKENIZER_ROWS) if is_stream else dataset))
     key = hashlib.sha256(json.dumps([vocab_size, texts]).encode()).hexdigest()[:16]

@@ -35,14 +35,7 @@ ALONE = {"WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class EventSender:
-    """Sends events to the supervisor, as datagrams.
-
-    It never blocks for long and never fails, so training does not depend on the receiver.
-
-    Args:
-        path: Path of the receiver's socket.
-        attempt: Number of the attempt.
-    """
+    """Sends events to the supervisor, as datagrams. Training does not depend on the receiver: it never waits long."""
 
     def __init__(self, path: str, attempt: int = 0) -> None:
         self._path, self._attempt = path, attempt
@@ -215,11 +208,7 @@ _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def describe(error: BaseException) -> tuple[str, str | None]:
-    """Describe an exception as torchelastic's error file does.
-
-    Returns:
-        Type and message, and `file:line` of the innermost frame, if there is one.
-    """
+    """Describe an exception as torchelastic does: type and message, and `file:line` of the innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
     try:

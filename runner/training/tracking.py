@@ -46,16 +46,7 @@ class AimTracker(TrainerCallback):
     """
 
     def __init__(self, repo: str, experiment: str, location: str) -> None:
-        """Prepare tracking; the repository is opened when training begins.
-
-        Args:
-            repo: A folder, or aim://host:port.
-            experiment: Name of the experiment.
-            location: Location of the run's checkpoints.
-
-        Raises:
-            ImportError: Aim is not installed.
-        """
+        """Prepare to track in a folder or at aim://host:port; ImportError where Aim is not installed."""
         if importlib.util.find_spec("aim") is None:
             raise ImportError(f"tracking.aim_repo is set, but {not_installed('Aim', 'aim')}")
         self._repo, self._experiment, self._location = repo, experiment, location
