@@ -25,6 +25,7 @@ from runner.lease.lease import LeaseRecord
 from runner.journal.summary import RunSummary, render, summarise
 from runner.lease.leader_choice import LeaderChoice, take_over
 from runner.lease.leadership import Inherited, Takeover
+from runner.lease.lease import Lease
 from runner.lease.record import LeaseRecord
 from runner.ranks.output import drain_streams
 from runner.session import preflight
@@ -95,10 +96,7 @@ class Boot:
         self._open_session()
         if not self._choice.leads:
             return self._follow()
-        self._serve_metrics()
-        supervisor = Supervisor(
-            self._session, self._job, location_id=self._location_id, identity=self._shared_identity, lease=lease
-        )
+        supervisor = self._supervisor(lease)
         return self._end(supervisor, supervisor.run())
 
     def _reach_storage(self) -> bool:
@@ -176,7 +174,7 @@ class Boot:
             with contextlib.suppress(RunBusy):
                 # A leader that hangs may have it yet; the lease says that it does not lead any more.
                 preflight.LocationLock(self._config, _say, 0.0).hold()
-            location_id = preflight.admit(self._config, self._directory, self._identity)
+            self._location_id = preflight.admit(self._config, self._directory, self._identity)
         except OSError as error:
             # Since it has taken the lease, its storage has failed. Another node, or this one later, finds it stale.
             location = self._config.checkpoint_location
@@ -186,29 +184,28 @@ class Boot:
             if not self._stop:
                 _start_again_as_follower()
             return ExitCode.PREEMPTED
-        self._serve_metrics()
-        supervisor = Supervisor(
-            self._session,
-            self._job,
-            location_id=location_id,
-            identity=self._shared_identity,
-            lease=lease,
-            inherited=inherited,
-        )
+        supervisor = self._supervisor(lease, inherited)
         exit_code = supervisor.lead()
         self._display.close()
         return self._end(supervisor, exit_code)
 
-    def _serve_metrics(self) -> None:
-        """Serve the metrics of a run that this node leads, if they are wanted."""
+    def _supervisor(self, lease: Lease | None, inherited: Inherited | None = None) -> Supervisor:
+        """Return the supervisor of a run that this node leads, and serve the run's metrics, if they are wanted."""
         config = self._config
-        if config.monitoring.port is None:
-            return
-        from runner.ui.prometheus import RunCollector, serve
+        if config.monitoring.port is not None:
+            from runner.ui.prometheus import RunCollector, serve
 
-        # With one node, only local processes may connect, unless the user sets an address.
-        address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
-        serve(address, config.monitoring.port, RunCollector(self._directory.journal))
+            # With one node, only local processes may connect, unless the user sets an address.
+            address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
+            serve(address, config.monitoring.port, RunCollector(self._directory.journal))
+        return Supervisor(
+            self._session,
+            self._job,
+            location_id=self._location_id,
+            identity=self._shared_identity,
+            lease=lease,
+            inherited=inherited,
+        )
 
     def _end(self, supervisor: Supervisor, exit_code: ExitCode) -> ExitCode:
         """Print how a run has ended that this node has led, or follow the node that leads now."""

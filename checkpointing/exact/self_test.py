@@ -6,13 +6,15 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from checkpointing.errors import CheckpointError
-from checkpointing.exact.gradients import ExactGradients
+
+if TYPE_CHECKING:
+    from checkpointing.exact.gradients import ExactGradients
 
 _WHAT_TO_DO = (
     "Use deterministic kernels (torch.use_deterministic_algorithms(True)) and the same kind of device for all ranks, "
@@ -30,12 +32,11 @@ class _Trace:
 
     def difference(self, other: _Trace) -> str | None:
         """Return what differs first: a module, or the gradient of a parameter."""
-        for (name, mine), (_, theirs) in zip(self.outputs, other.outputs, strict=False):
-            if mine != theirs:
-                return f"the output of {name}"
-        for (name, mine), (_, theirs) in zip(self.gradients, other.gradients, strict=False):
-            if mine != theirs:
-                return f"the gradient of {name}"
+        pairs = (("output", self.outputs, other.outputs), ("gradient", self.gradients, other.gradients))
+        for what, mine, theirs in pairs:
+            for (name, digest), (_, other_digest) in zip(mine, theirs, strict=False):
+                if digest != other_digest:
+                    return f"the {what} of {name}"
         return None
 
 

@@ -25,9 +25,8 @@ from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.data.dealing import check_virtual_ranks
 from checkpointing.errors import Preempted
-from checkpointing.exact.gradients import ExactGradients
+from checkpointing.exact.gradients import ExactGradients, Share, Shares
 from checkpointing.exact.self_test import SelfTest
-from checkpointing.exact.shares import Share, Shares
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
 from checkpointing.host.failpoints import failpoint

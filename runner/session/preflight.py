@@ -82,10 +82,7 @@ class LocationLock:
 
 
 def compare_jobs(job: JobIdentity, recorded: Sequence[tuple[str, JobIdentity]], *, allow_changes: bool) -> list[str]:
-    """Check that recorded jobs, each with the location or folder that it was recorded in, are this one.
-
-    Returns:
-        What the user should know.
+    """Check that recorded jobs, each with where it was recorded, are this one; return what the user should know.
 
     Raises:
         UsageError: One of them is another job, and changes are not allowed.
@@ -105,10 +102,7 @@ def compare_jobs(job: JobIdentity, recorded: Sequence[tuple[str, JobIdentity]], 
 
 
 def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_changes: bool) -> list[str]:
-    """Check that the run's folder and location hold this job, and all that it has committed.
-
-    Returns:
-        What the user should know.
+    """Check that folder and location hold this job, and all that it has committed; return what the user should know.
 
     Raises:
         UsageError: They hold another job, or the ranks cannot share the samples of its steps.
@@ -149,10 +143,7 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
 
 
 def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
-    """Record the job in the run's folder and at every tier.
-
-    Returns:
-        The id of the location, which it is given if it has none.
+    """Record the job in the run's folder and at every tier; return the id of the location, which it is given.
 
     Raises:
         OSError: The folder or a storage refused.
@@ -193,9 +184,7 @@ def is_done(config: Config, directory: RunDirectory, job: JobIdentity) -> bool:
     if recorded is None or not has_finished(entries) or differences(recorded, job) or recorded.settings != job.settings:
         return False
     locations = [entry.event.location for entry in entries if isinstance(entry.event, RunStarted)]
-    absolute = config.model_copy(deep=True)
-    absolute.make_absolute()
-    return locations[-1:] == [absolute.checkpoint_location]
+    return locations[-1:] == [_absolute(config).checkpoint_location]
 
 
 def starting_point(path: str) -> str:
@@ -223,10 +212,14 @@ def was_in_use(config: Config, directory: RunDirectory) -> bool:
         recorded = load_config(str(directory.config), {}, needs_data=False)
     except RunnerError:
         return False
-    current = config.model_copy(deep=True)
-    current.make_absolute()
-    before, now = ((one.checkpoint_location, one.checkpoint.local_tier) for one in (recorded, current))
+    before, now = ((one.checkpoint_location, one.checkpoint.local_tier) for one in (recorded, _absolute(config)))
     return before == now
+
+
+def _absolute(config: Config) -> Config:
+    copied = config.model_copy(deep=True)
+    copied.make_absolute()
+    return copied
 
 
 def check_storage(config: Config) -> tuple[list[str], bool]:
@@ -292,10 +285,7 @@ def await_storage(
 
 
 def check_resume_step(config: Config, step: int) -> list[str]:
-    """Prepare `--resume STEP`: verify the step, and rename newer checkpoints.
-
-    Returns:
-        Where the newer checkpoints are kept.
+    """Prepare `--resume STEP`: verify the step, and rename newer checkpoints; return where these are kept.
 
     Raises:
         UsageError: The step is not committed (the text lists those that are), or its files are damaged.

@@ -28,10 +28,9 @@ from checkpointing.transformers import load_best, resilient
 from runner.config.load import load_config
 from runner.config.schema import Config
 from runner.system.cache import seal
-from runner.training.callbacks import MetricsCallback, perplexities
+from runner.training.metrics import AimTracker, MetricsCallback, perplexities
 from runner.training.model import BaseWeights, adapter_config, build, load_model
 from runner.training.rank import EventSender
-from runner.training.tracking import AimTracker
 from runner.training.training_data import load_training_data
 
 # Seconds that a slow tracker may delay recovery.
@@ -75,7 +74,8 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
     if resumes and config.model.name_or_path is not None and config.method.type == "full" and not is_sharded:
         load = functools.partial(load_model, config.model, bf16=args.bf16)
         callbacks.append(BaseWeights(model, load, args.device))
-    trainer = _trainer_class(args)(
+    trainer_class = _ShardingOnCpu if args.fsdp and args.use_cpu else SFTTrainer
+    trainer = trainer_class(
         model=model,
         args=args,
         train_dataset=dataset,
@@ -243,10 +243,6 @@ def publish(model: Any, tokenizer: Any, target: Path, weights: dict[str, Any] | 
     fsync_directory(target.parent)
 
 
-def _trainer_class(args: SFTConfig) -> type[SFTTrainer]:
-    return _ShardingOnCpu if args.fsdp and args.use_cpu else SFTTrainer
-
-
 class _ShardingOnCpu(SFTTrainer):
     """Enables FSDP on the CPU, where accelerate refuses it, so that trials use the same code path."""
 
@@ -273,10 +269,6 @@ def prepare(config_path: str, cache: Path) -> None:
 
     What is made is what they look for: the tokenizer, the data set and its tokenised rows, and the model's files where
     it has a name. No weight is put into memory, and no GPU is used.
-
-    Raises:
-        ValueError: The data cannot be used.
-        OSError: Data or model cannot be loaded.
     """
     config = load_config(config_path, environment={})
     if config.data.streaming:

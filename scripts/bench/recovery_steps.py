@@ -32,8 +32,8 @@ from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers import resilient
 from checkpointing.transformers.callback import StepCallback
 from runner.config.load import load_config
-from runner.training.callbacks import MetricsCallback
 from runner.training.job import training_arguments
+from runner.training.metrics import MetricsCallback
 from runner.training.model import build
 from runner.training.training_data import load_training_data
 

@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from checkpointing.errors import CheckpointError
-from checkpointing.exact.gradients import ExactGradients
-from checkpointing.exact.shares import Shares
+from checkpointing.exact.gradients import ExactGradients, Shares
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.manager.data_positions import DataPositions
 from checkpointing.manager.manager import CheckpointManager
