@@ -108,7 +108,8 @@ class SelfTest:
                 "virtual ranks cannot be exact: the loss depends on what it gathers from other ranks, first in "
                 f"{found}. Use a loss of each micro-batch by itself, or train without virtual ranks (elastic.mode)"
             )
-        everyone = gathered((problem, (_on_host(batch), self._gradients.block[0], mine) if _is_first() else None))
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        everyone = gathered((problem, (_on_host(batch), self._gradients.block[0], mine) if is_first else None))
         _raise_first([problem for problem, _ in everyone])
         if len(everyone) == 1:
             return
@@ -156,10 +157,6 @@ class SelfTest:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def gathered(value: Any) -> list[Any]:

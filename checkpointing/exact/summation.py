@@ -118,11 +118,7 @@ class PartialSums:
         self.nodes, self._sums = [], []
 
     def push(self, leaf: int) -> None:
-        """Take the parameters' gradients, which are None afterwards, as those of a leaf.
-
-        Raises:
-            CheckpointError: Another leaf of the block has gradients of other parameters.
-        """
+        """Take the parameters' gradients, which are None afterwards, as those of a leaf; see `check_used`."""
         self.check_used()
         gradients = [self._taken(parameter) for parameter in self._parameters]
         self.nodes, merged = pushed(self.nodes, leaf, self._virtual_ranks)

@@ -154,13 +154,10 @@ class Ranks:
         """Return a nested state with its large tensors on the device; all ranks of a node call this with equal states.
 
         Each rank copies a share, and the default process group broadcasts it. Host memory that is not pinned crosses
-        the bus through the driver's own buffers, at a few GB/s and the cost of a processor; between accelerators the
-        process group is many times as fast.
-
-        Args:
-            state: Nested dicts, lists and tuples. Small tensors, and views of others, stay where they are.
-            device: This rank's accelerator.
-            broadcast: Sends a tensor from a rank to all others.
+        the
+        bus through the driver's own buffers, at a few GB/s and the cost of a processor; between accelerators the
+        process
+        group is many times as fast. Small tensors, and views of others, stay where they are.
         """
         large: dict[int, torch.Tensor] = {}
         for tensor in tensors_in(state):

@@ -171,11 +171,8 @@ def change(
 ) -> frozenset[int] | None:
     """Decide whether a running attempt ends at a step boundary, so that the next one has other nodes.
 
-    Args:
-        limits: Of the run.
-        seen: The nodes; `members` are those of the running attempt.
-        leaving: Nodes that were asked to stop, and have said so.
-        since_change_s: Seconds since the nodes changed last.
+    Those that are `leaving` were asked to stop, and have said so. Since the nodes changed last, `since_change_s` have
+    passed.
 
     Returns:
         The node ranks of the next attempt; None to continue this one.
@@ -257,10 +254,8 @@ def counts_samples(job: JobIdentity, record: RestartState) -> bool:
 def check_shares(samples: int, *world_sizes: int, model_ranks: int = 1) -> None:
     """Check that the ranks can share the samples of a step equally, as the run's first ones did.
 
-    Args:
-        samples: Samples of a step.
-        world_sizes: Numbers of ranks on all nodes with which the run may train; one that can is enough.
-        model_ranks: Ranks that compute the same samples together.
+    The run may train with any of these numbers of ranks; one that can is enough. `model_ranks` of them compute the same
+    samples together.
 
     Raises:
         UsageError: None can; the text says which numbers can.

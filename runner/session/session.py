@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from checkpointing.agent.events import Event
 from checkpointing.host.memory import separate_oom_kills
@@ -102,9 +101,7 @@ class Session:
             self._stack.callback(watcher.close)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def _close_journal(self) -> None:

@@ -242,11 +242,7 @@ class Follower:
             self._member.send(StopRun(reason=self._session.stop.reason))
 
     def _wait(self, done: Callable[[], bool]) -> bool:
-        """Wait until something holds; return False if the run has ended, this node leads, or a stop ends the wait.
-
-        Raises:
-            PeersMissing: The leader cannot be reached any longer.
-        """
+        """Wait until something holds; return False if the run has ended, this node leads, or a stop ends the wait."""
         session, limit_s = self._session, self._config.launch.rendezvous_timeout_s
         stop_at: float | None = None
         self._heard_at = self._asked_at = session.monotonic()

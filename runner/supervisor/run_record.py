@@ -122,37 +122,28 @@ class RunRecord:
             tuple(sorted(nodes)) if limits.max_nodes > 1 else (),
         )
 
-    def keep(self, node: Node, attempt: int) -> None:
-        """Have the state written, by the node's agent if there is one."""
+    def keep(self, node: Node | None, attempt: int) -> None:
+        """Have the state written, by the agent of the leader's node; where there is none, by this process."""
         # Once another runner has taken the run over, the state is its own.
-        text = self.state.to_json(attempt)
-        if node.checkpoints.fenced is not None:
+        if node is not None and node.checkpoints.fenced is not None:
             return
-        if not node.note(text):
-            self._replace(text)
-        self._copy_to_local_tier(text)
-
-    def keep_finished(self, attempt: int) -> None:
-        """Record that the job has finished, before any node exits with 0.
-
-        A runner that is restarted afterwards, on this node or another, does not wait for the others. The agent has
-        ended, so this process writes.
-        """
-        if self._identity is not None:
-            self.state.finished = key_of(self._identity)
-            text = self.state.to_json(attempt)
-            self._replace(text)
-            self._copy_to_local_tier(text)
-
-    def _copy_to_local_tier(self, text: str) -> None:
-        """Keep a copy for a start while the durable tier does not answer."""
+        text = self.state.to_json(attempt)
+        if node is None or not node.note(text):
+            with contextlib.suppress(OSError):
+                self._tiers.durable.sidecars.replace_restart_state(text.encode())
         if self._tiers.local is not None:
+            # For a start while the durable tier does not answer.
             with contextlib.suppress(OSError):
                 self._tiers.local.sidecars.write_restart_state(text.encode())
 
-    def _replace(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            self._tiers.durable.sidecars.replace_restart_state(text.encode())
+    def keep_finished(self, attempt: int) -> None:
+        """Record that the job has finished, before any node exits with 0; the agent has ended.
+
+        A runner that is restarted afterwards, on this node or another, does not wait for the others.
+        """
+        if self._identity is not None:
+            self.state.finished = key_of(self._identity)
+            self.keep(None, attempt)
 
     def is_durable(self, step: int) -> bool:
         """Return whether a step is the newest of the durable tier; False if that cannot be found out."""

@@ -44,11 +44,8 @@ _OF_RANKS = ("deepspeed", "fsdp_config", "tf32", "bf16", "fp16", "bf16_full_eval
 def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool = False) -> None:
     """Train to the end or to a requested stop; rank 0 then publishes `best_model`.
 
-    Args:
-        config_path: The resolved configuration of the run.
-        cache: Folder for what is computed once: tokenizer, tokenised data.
-        sender: Sends events to the supervisor.
-        resumes: Whether a resume is likely, so that weights that it replaces need not be loaded.
+    The cache is a folder for what is computed once: tokenizer, tokenised data. If the job probably `resumes`, weights
+    that a checkpoint replaces are not loaded.
     """
     # The supervisor merged the environment into this file; reading variables again could contradict it.
     config = load_config(config_path, environment={})

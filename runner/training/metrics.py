@@ -244,12 +244,9 @@ class AimTracker(TrainerCallback):
         self._do(lambda run: run.log_info(f"checkpoint of step {step}"))
 
     def close(self, patience_s: float = _PATIENCE_S, limit_s: float = _LIMIT_S) -> None:
-        """Write the waiting entries.
+        """Write the waiting entries, for at most so many seconds without progress, and in all.
 
-        Args:
-            patience_s: Seconds to wait without progress. Importing Aim does not count: on a busy machine with cold
-                caches it takes longer than a short training.
-            limit_s: Seconds to wait in all.
+        Importing Aim does not count: on a busy machine with cold caches it takes longer than a short training.
         """
         if self._thread is None:
             return

@@ -55,17 +55,9 @@ def build(
 ) -> tuple[Any, Any]:
     """Build the model to train and its tokenizer, identical on every rank and in every attempt.
 
-    The state of the random generators is identical afterwards, too.
-
-    Args:
-        config: Which model.
-        method: What is trained.
-        dataset: The rows to train on, for the tokenizer of a new model.
-        cache: Folder of the cache.
-        bf16: Whether training uses bfloat16.
-        seed: Seed of the weights.
-        mesh: How its tensors are distributed over the ranks, while they are loaded.
-        outline: Make a model without weights, on the meta device; the files of one with a name are only fetched.
+    The state of the random generators is identical afterwards, too. A new model's tokenizer is trained on the data set.
+    The mesh says how tensors are distributed over the ranks while they are loaded. An `outline` is a model without
+    weights, on the meta device; the files of one with a name are only fetched.
 
     Raises:
         ValueError: transformers cannot distribute a model over a mesh.
@@ -241,12 +233,9 @@ class BaseWeights(TrainerCallback):
     """Loads the weights when training begins, unless a checkpoint was resumed; until then, parameters have none.
 
     A model that was loaded by name is backed by memory-mapped files, whose pages are read on first access. A restarted
-    rank that moved it to its GPU would read and copy all of them, only for the restore to overwrite them.
-
-    Args:
-        model: The model.
-        load: Loads the same model with its weights, without drawing random numbers that matter.
-        device: Device of the parameters.
+    rank that moved it to its GPU would read and copy all of them, only for the restore to overwrite them. So the
+    parameters are memory of the device at first, and `load` loads the same model, without drawing random numbers that
+    matter.
     """
 
     def __init__(self, model: torch.nn.Module, load: Callable[[], torch.nn.Module], device: torch.device) -> None:
