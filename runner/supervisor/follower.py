@@ -32,6 +32,8 @@ from runner.peers.messages import (
     ToMember,
     Welcome,
 )
+from runner.peers import messages
+from runner.peers.secret import configured_secret, read_secret
 from runner.recovery.bad_machines import this_machine
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
@@ -66,11 +68,11 @@ class Follower:
         connect: Callable[..., Member] = Member,
     ) -> None:
         self._session, self._job, self._takeover = session, job, takeover or Takeover(session, None, None)
-        self._config, self._directory, self._display = session.config, session.directory, session.display
+        self._config, self._display = session.config, session.display
         self._build_node = build_node
         self._job_key = key_of(identity)
         described = identity.to_json().decode() if compared else ""
-        hello = Hello(node_rank=self._config.launch.node_rank, job=described, machine=this_machine())
+        hello = messages.Hello(node_rank=self._config.launch.node_rank, job=described, machine=this_machine())
         secret = partial(read_secret, self._config.tiers.durable)
         self._member = connect(
             self._config.launch.peer_address, hello, session.loop, self._on_message, read_secret=secret
@@ -84,10 +86,10 @@ class Follower:
         self._num_killed = 0
         self._spec: AttemptSpec | None = None
         # The newest attempt that the leader has ended.
-        self._end: End | None = None
+        self._end: messages.End | None = None
         self._busy_sent = self._stop_sent = False
         self._stop_patience_s = _STOP_PATIENCE_S
-        self._finish: Finish | None = None
+        self._finish: messages.Finish | None = None
         # When the leader was heard last, or when waiting for it began; when the restart state was read last.
         self._heard_at = self._asked_at = session.monotonic()
 
@@ -147,7 +149,7 @@ class Follower:
         if is_lost():
             return True
         if not self._session.stop:
-            self._member.send(Ready(nproc=node.shape[1], has_state=node.has_state))
+            self._member.send(messages.Ready(nproc=node.shape[1], has_state=node.has_state))
         if not self._wait(lambda: self._spec is not None or is_lost()):
             return False
         self._num_killed = 0
@@ -207,7 +209,7 @@ class Follower:
         self._session.record(result.event(failure, node.checkpoints.committed_step))
         # That this node was asked to stop is news to the leader before the end that this caused.
         self._turn()
-        self._member.send(Ended(attempt=spec.attempt, failure=failure))
+        self._member.send(messages.Ended(attempt=spec.attempt, failure=failure))
 
     def _say(self, text: str) -> None:
         print(f"runner: node {self._config.launch.node_rank}: {text}", flush=True)
@@ -217,11 +219,11 @@ class Follower:
         self._turn()
         if node.busy != self._busy_sent:
             self._busy_sent = node.busy
-            self._member.send(Busy(busy=self._busy_sent))
-        ended = self._end is not None and self._end.attempt == self._session.attempt
+            self._member.send(messages.Busy(busy=self._busy_sent))
+        is_over = self._end is not None and self._end.attempt == self._session.attempt
         if not self._member.connected:
             node.end_attempt(Failure(FailureKind.NODE_LOST, "the leader is gone, or silent for too long"))
-        elif self._finish is not None or ended:
+        elif self._finish is not None or is_over:
             stacks = self._end is not None and self._end.stacks
             node.end_attempt(Failure(FailureKind.ENDED, "ended with another node's ranks"), stacks=stacks)
 
@@ -239,7 +241,7 @@ class Follower:
         self._session.announce_stop()
         if self._session.stop and not self._stop_sent and self._member.connected:
             self._stop_sent = True
-            self._member.send(StopRun(reason=self._session.stop.reason))
+            self._member.send(messages.StopRun(reason=self._session.stop.reason))
 
     def _wait(self, done: Callable[[], bool]) -> bool:
         """Wait until something holds; return False if the run has ended, this node leads, or a stop ends the wait."""
@@ -257,10 +259,14 @@ class Follower:
                 if session.stop.at_once or now > stop_at or not self._member.connected:
                     return False
             if self._has_finished(now):
-                self._finish = Finish(exit_code=0, reason="had finished before; the leader is gone")
+                self._finish = messages.Finish(exit_code=0, reason="had finished before; the leader is gone")
                 return False
             if now - self._heard_at > limit_s:
-                raise _unreachable(self._config.launch.peer_address, limit_s, self._member.last_error)
+                host, port = self._config.launch.peer_address
+                raise PeersMissing(
+                    f"the leader at {host}:{port} has not answered for {limit_s:.0f} s (launch.rendezvous_timeout_s): "
+                    f"{self._member.last_error}; start the first node, or correct --rdzv-endpoint"
+                )
         return True
 
     def _has_finished(self, now: float) -> bool:
@@ -274,35 +280,27 @@ class Follower:
         self._session.record(event)
         # With a user's script every node learns by itself when training begins.
         known_everywhere = isinstance(event, TrainingStarted) and event.total_steps is None
-        if isinstance(event, FORWARDED) and not known_everywhere and self._takeover.lease is None:
-            self._member.send(Forwarded(attempt=self._session.attempt, event=event))
+        if isinstance(event, messages.FORWARDED) and not known_everywhere and self._takeover.lease is None:
+            self._member.send(messages.Forwarded(attempt=self._session.attempt, event=event))
 
-    def _on_message(self, message: ToMember) -> None:
+    def _on_message(self, message: messages.ToMember) -> None:
         match message:
-            case Welcome(run_id=run_id, epoch=epoch, running=running):
+            case messages.Welcome(run_id=run_id, epoch=epoch, running=running):
                 self._run_id, self._spec, self._joins_running = run_id, None, running
                 self._num_connections += 1
                 self._takeover.follow(epoch)
-            case Begin(spec=spec):
+            case messages.Begin(spec=spec):
                 self._spec = spec
                 if self._node is not None:
                     self._node.others_busy = False
-            case End():
+            case messages.End():
                 self._end = message
-            case Busy(busy=busy):
+            case messages.Busy(busy=busy):
                 if self._node is not None:
                     self._node.others_busy = busy
-            case StopRun(reason=reason):
+            case messages.StopRun(reason=reason):
                 self._session.stop.ask(reason)
-            case Finish():
+            case messages.Finish():
                 self._finish = message
             case _:
                 pass
-
-
-def _unreachable(address: tuple[str, int], limit_s: float, error: str) -> PeersMissing:
-    host, port = address
-    return PeersMissing(
-        f"the leader at {host}:{port} has not answered for {limit_s:.0f} s (launch.rendezvous_timeout_s): {error}; "
-        "start the first node, or correct --rdzv-endpoint"
-    )

@@ -13,22 +13,8 @@ from runner.journal.attempts import AttemptSpec
 from runner.journal.events import WaitingForNodes
 from runner.lease.leadership import Leadership
 from runner.node.node import Node
+from runner.peers import messages
 from runner.peers.link import Leader
-from runner.peers.messages import (
-    MAX_REASON,
-    Begin,
-    Busy,
-    End,
-    Ended,
-    Finish,
-    Forwarded,
-    Hello,
-    PeerMessage,
-    Ready,
-    StopRun,
-    ToLeader,
-    Welcome,
-)
 from runner.peers.port import listen
 from runner.recovery.failure import Failure, combine
 from runner.recovery.kinds import FailureKind
@@ -74,7 +60,7 @@ class Membership:
         self._leader: Leader | None = None
         self.limits = Limits(1, 1)
         self._own, self._expected = session.config.launch.node_rank, frozenset(expected)
-        self._welcome, self._host = Welcome(run_id=lead.run_id, epoch=lead.epoch), lead.host
+        self._welcome, self._host = messages.Welcome(run_id=lead.run_id, epoch=lead.epoch), lead.host
         self.nodes: frozenset[int] = frozenset({self._own})
         self._has_begun = False
         # Nodes whose processes are up, and how the running attempt has ended on those where it has.
@@ -168,7 +154,7 @@ class Membership:
         self._running = self._has_begun = True
         self._changes.begin()
         for number in sorted(self.others):
-            self._send(Begin(spec=spec), number)
+            self._send(messages.Begin(spec=spec), number)
 
     def check(self) -> None:
         """Exchange signs of life, and forget nodes that are lost."""
@@ -193,14 +179,14 @@ class Membership:
             busy = node.others_busy or node.busy
             if busy != self._busy_sent:
                 self._busy_sent = busy
-                self._send(Busy(busy=busy))
+                self._send(messages.Busy(busy=busy))
             self._changes.watch(node, self.limits, self._seen())
 
     def announce_stop(self, reason: str) -> None:
         """Pass a stop request on to the other nodes, unless they can continue without this one."""
         if self._welcome.epoch and self._changes.on_own_stop(self.limits, self._seen_now()):
             return
-        self._send(StopRun(reason=reason[:MAX_REASON]))
+        self._send(messages.StopRun(reason=reason[: messages.MAX_REASON]))
 
     def join(self, own: Failure) -> Failure:
         """Wait until an attempt that ended here is over on all nodes; return the cause among the failures of all."""
@@ -226,7 +212,7 @@ class Membership:
             if not end_sent and any(not failure.kind.is_orderly for failure in failures):
                 end_sent = True
                 hung = any(failure.kind is FailureKind.HUNG for failure in failures)
-                self._send(End(attempt=attempt, stacks=hung))
+                self._send(messages.End(attempt=attempt, stacks=hung))
                 deadline = min(deadline, session.monotonic() + _PEER_END_S)
             left = self.others & leader.present - self._ended.keys()
             if not left or session.monotonic() > deadline:
@@ -234,7 +220,7 @@ class Membership:
             session.loop.pump(_JOIN_TURN_S)
             self.check()
         if left and not end_sent:
-            self._send(End(attempt=attempt, stacks=False))
+            self._send(messages.End(attempt=attempt, stacks=False))
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -245,20 +231,22 @@ class Membership:
         if decision is not None and not (self._changes.hands_over and decision.exit_code in _LEAVES):
             for number in sorted(self._leader.present):
                 end = end_of_node(decision, number, self.bad_nodes)
-                self._send(Finish(exit_code=end.exit_code.value, reason=end.reason[:MAX_REASON]), number)
+                self._send(
+                    messages.Finish(exit_code=end.exit_code.value, reason=end.reason[: messages.MAX_REASON]), number
+                )
         self._leader.close()
         self._leader = None
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: PeerMessage, number: int | None = None) -> None:
+    def _send(self, message: messages.PeerMessage, number: int | None = None) -> None:
         if self._leader is not None:
             self._leader.send(message, number)
 
-    def _on_message(self, number: int, message: ToLeader) -> None:
+    def _on_message(self, number: int, message: messages.ToLeader) -> None:
         session = self._session
         match message:
-            case Hello(machine=machine):
+            case messages.Hello(machine=machine):
                 self._exclusion.meet(number, machine)
                 self._ready.discard(number)
                 self._changes.leaving.pop(number, None)
@@ -268,18 +256,20 @@ class Membership:
                     lost = Failure(FailureKind.NODE_LOST, f"node {number} was lost and has come back")
                     self._ended.setdefault(number, lost)
                 self._send(self._welcome.model_copy(update={"running": joins}), number)
-            case Ready(nproc=nproc) if nproc != self.limits.local_ranks:
-                self._send(_unequal(nproc, self.limits.local_ranks), number)
-            case Ready(has_state=has_state):
+            case messages.Ready(nproc=nproc) if nproc != self.limits.local_ranks:
+                ours = self.limits.local_ranks
+                reason = f"this node has {nproc} ranks, the leader {ours}; use the same --nproc-per-node everywhere"
+                self._send(messages.Finish(exit_code=ExitCode.USAGE.value, reason=reason), number)
+            case messages.Ready(has_state=has_state):
                 self._ready.add(number)
                 (self._with_state.add if has_state else self._with_state.discard)(number)
-            case Busy(busy=busy):
+            case messages.Busy(busy=busy):
                 self._busy[number] = busy
-            case StopRun(reason=reason):
+            case messages.StopRun(reason=reason):
                 self._changes.on_stop(number, reason, self.limits, self._seen_now())
-            case Forwarded(attempt=session.attempt, event=event):
+            case messages.Forwarded(attempt=session.attempt, event=event):
                 self._on_event(event)
-            case Ended(attempt=session.attempt, failure=failure):
+            case messages.Ended(attempt=session.attempt, failure=failure):
                 self._ended[number] = failure
                 self._ready.discard(number)
             case _:
@@ -296,8 +286,3 @@ def _missing(names: str, limits: Limits, waited_s: float) -> PeersMissing:
         f"node {names} of {limits.max_nodes} has not connected within {waited_s:.0f} s "
         f"(launch.rendezvous_timeout_s){needed}; start the same command there with its --node-rank"
     )
-
-
-def _unequal(theirs: int, ours: int) -> Finish:
-    reason = f"this node has {theirs} ranks, the leader {ours}; use the same --nproc-per-node everywhere"
-    return Finish(exit_code=ExitCode.USAGE.value, reason=reason)

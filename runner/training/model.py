@@ -17,15 +17,6 @@ import torch
 import transformers
 from safetensors.torch import save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedTokenizerFast,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-    TrainerCallback,
-)
 from transformers.utils import is_flash_attn_2_available
 
 from checkpointing.process import device
@@ -70,14 +61,14 @@ def build(
         options |= _distributed(mesh)
     if config.name_or_path is not None:
         with _naming(config.name_or_path):
-            tokenizer = AutoTokenizer.from_pretrained(config.name_or_path)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(config.name_or_path)
         model = load_model(config, bf16=bf16, **options)
         # The trainer initialises adapters at random next.
         torch.manual_seed(seed)
         return model, tokenizer
     tokenizer = trained_tokenizer(dataset, config.vocab_size, cache)
     torch.manual_seed(seed)
-    model_config = SmolLM3Config(
+    model_config = transformers.SmolLM3Config(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.eos_token_id,
@@ -86,7 +77,7 @@ def build(
         **config.config,
     )
     with torch.device("meta") if outline else contextlib.nullcontext():
-        model = SmolLM3ForCausalLM(model_config)
+        model = transformers.SmolLM3ForCausalLM(model_config)
     if mesh is not None:
         model = _reloaded(model, cache, options)
         torch.manual_seed(seed)
@@ -131,7 +122,7 @@ def load_model(config: ModelConfig, *, bf16: bool, **options: Any) -> Any:
     dtype = torch.bfloat16 if bf16 else torch.float32
     attention = choose_attention(config.attn_implementation, bf16=bf16)
     with _naming(config.name_or_path):
-        return AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             config.name_or_path, dtype=dtype, attn_implementation=attention, **options, **config.config
         )
 
@@ -164,7 +155,7 @@ def adapter_config(method: MethodConfig) -> Any:
 def _quantized(*, bf16: bool) -> dict[str, Any]:
     """Return options for 4-bit NormalFloat with double quantisation, as in the QLoRA paper (arXiv 2305.14314)."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    config = BitsAndBytesConfig(
+    config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
@@ -207,7 +198,7 @@ def trained_tokenizer(dataset: Any, vocab_size: int, cache: Path) -> Any:
                 show_progress=False,
             ),
         )
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=_END, pad_token=_PAD)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=_END, pad_token=_PAD)
         tokenizer.chat_template = _CHAT
         cache.mkdir(parents=True, exist_ok=True)
         # Ranks race. Each writes its own copy, the first rename wins, and all copies are equal.
@@ -217,7 +208,7 @@ def trained_tokenizer(dataset: Any, vocab_size: int, cache: Path) -> Any:
             own.rename(folder)
         except OSError:
             shutil.rmtree(own)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _texts(dataset: Any) -> Iterator[str]:
@@ -229,7 +220,7 @@ def _texts(dataset: Any) -> Iterator[str]:
                 yield from (message.get("content") or "" for message in value if isinstance(message, dict))
 
 
-class BaseWeights(TrainerCallback):
+class BaseWeights(transformers.TrainerCallback):
     """Loads the weights when training begins, unless a checkpoint was resumed; until then, parameters have none.
 
     A model that was loaded by name is backed by memory-mapped files, whose pages are read on first access. A restarted
