@@ -158,14 +158,8 @@ class Boot:
     def _follow(self) -> ExitCode:
         """Follow the leader, and lead the run once that one is gone."""
         takeover = Takeover(self._session, self._choice.watch(), self._take_over)
-        follower = Follower(
-            self._session,
-            self._job,
-            identity=self._shared_identity,
-            compared=not self._job.allow_changes,
-            takeover=takeover,
-        )
-        return follower.run()
+        identity, compared = self._shared_identity, not self._job.allow_changes
+        return Follower(self._session, self._job, identity=identity, compared=compared, takeover=takeover).run()
 
     def _take_over(self, taken: LeaseRecord, inherited: Inherited) -> ExitCode:
         """Lead from now on: the leader that this node has followed is gone."""

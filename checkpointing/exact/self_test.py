@@ -83,10 +83,9 @@ class SelfTest:
     ) -> None:
         """Compute a micro-batch, and compare; every rank calls it. Nothing of the training has changed then.
 
-        Args:
-            batch: A micro-batch of this rank.
-            compute: Computes one, forward and backward.
-            with_others_altered: Likewise, but all that is gathered from other ranks has other values.
+        `compute` computes forward and backward; `with_others_altered` likewise, but all that is gathered from other
+        ranks
+        has other values.
 
         Raises:
             CheckpointError: Something differs; the message names the module.

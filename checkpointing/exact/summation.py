@@ -86,11 +86,8 @@ def total(values: Mapping[TreeNode, T], virtual_ranks: int, add: Callable[[T, T]
 class PartialSums:
     """The sums of a block's first leaves: a binary counter of at most log2(V) + 1 sets of gradients.
 
-    Args:
-        parameters: What has gradients.
-        virtual_ranks: Number of all virtual ranks.
-        shared: Whether gradients are views of memory that is used again, and must be copied.
-        on_host: Keep the sums in the host's memory; the bits are the same, since adding is the same there.
+    Where gradients are `shared`, they are views of memory that is used again, and are copied. The sums may be kept in
+    the host's memory; the bits are the same, since adding is the same there.
 
     Attributes:
         nodes: The nodes that there are.

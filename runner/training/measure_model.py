@@ -43,15 +43,11 @@ def model_shape(config: Config) -> dict[str, Any]:
         )
     layers = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), torch.nn.ModuleList())
     output = model.get_output_embeddings()
-    linear = sum(
-        module.weight.numel()
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear) and module is not output
-    )
+    linear = [one for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not output]
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tensors": sum(1 for _ in model.parameters()),
-        "linear": linear,
+        "linear": sum(one.weight.numel() for one in linear),
         "largest_layer": max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0),
         "layers": model_config.num_hidden_layers,
         "hidden": model_config.hidden_size,
@@ -67,12 +63,8 @@ def model_shape(config: Config) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"method.target_modules={config.method.target_modules!r}: {error}") from None
     adapters = [p for p in adapted.parameters() if p.requires_grad]
-    return {
-        **facts,
-        "base_bytes": base_bytes,
-        "adapter": sum(p.numel() for p in adapters),
-        "adapter_tensors": len(adapters),
-    }
+    sizes = {"adapter": sum(p.numel() for p in adapters), "adapter_tensors": len(adapters)}
+    return {**facts, **sizes, "base_bytes": base_bytes}
 
 
 def _model_config(config: Config) -> Any:

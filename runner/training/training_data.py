@@ -18,10 +18,7 @@ _TEXT_COLUMNS = ("prompt", "completion", "text", "messages", "input_ids")
 
 
 def load_training_data(config: DataConfig, cache: Path, *, seed: int) -> tuple[Any, Any]:
-    """Load the training data; the seed is that of a split into rows to train on and rows to evaluate on.
-
-    Returns:
-        The rows to train on (a stream if so configured), and those to evaluate on, if any.
+    """Load the rows to train on (a stream if so configured), and those to evaluate on, if any; a split has the seed.
 
     Raises:
         ValueError: A file cannot be read, or has no rows, no usable column, or an empty row.
