@@ -20,13 +20,9 @@ from runner.errors import ExitCode, RunBusy, UsageError
 from runner.journal.attempts import Job
 from runner.journal.journal import read_journal
 from runner.journal.run_directory import RunDirectory
-from runner.lease.leadership import Inherited, LeaderChoice, Takeover, take_over
-from runner.lease.lease import LeaseRecord
 from runner.journal.summary import RunSummary, render, summarise
-from runner.lease.leader_choice import LeaderChoice, take_over
-from runner.lease.leadership import Inherited, Takeover
-from runner.lease.lease import Lease
-from runner.lease.record import LeaseRecord
+from runner.lease.leadership import Inherited, LeaderChoice, Takeover, take_over
+from runner.lease.lease import Lease, LeaseRecord
 from runner.ranks.output import drain_streams
 from runner.session import preflight
 from runner.session.admission import check_own_machine

@@ -15,19 +15,8 @@ from checkpointing.data.dealing import Dealing, block_of
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.self_test import SelfTest, gathered
-from checkpointing.exact.tree import TreeNode, total
-from checkpointing.transformers.exact_figures import EvaluationFigures, Figures, fill_last_batch
 from checkpointing.exact.summation import TreeNode, total
-from checkpointing.transformers.data_ranks import DataRanks, tensor_parallel_size
-from checkpointing.transformers.exact_figures import (
-    EvaluationFigures,
-    Figures,
-    GatherTensors,
-    altered,
-    as_virtual_ranks,
-    fill_last_batch,
-    own,
-)
+from checkpointing.transformers.exact_figures import EvaluationFigures, Figures, fill_last_batch
 from checkpointing.transformers.further_states import generates_ahead
 from checkpointing.transformers.job_shape import DataRanks, tensor_parallel_size
 from checkpointing.transformers.train_call import ResilientOptions, Start, TrainCall

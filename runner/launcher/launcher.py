@@ -79,7 +79,6 @@ def rank_main(spec: dict[str, Any]) -> None:
 
 def prepare_main(spec: dict[str, str]) -> None:
     """Prepare the data of the bundled job, in a fork of the fork server; `spec` is the `prepare` of the request."""
-    from runner.training.prepare import run
     """Prepare the data of the bundled job, in a fork of the fork server.
 
     Args:

@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from runner.config.schema import LaunchConfig
 from checkpointing.agent.events import BatchShape
 from checkpointing.commit.catalog import Catalog
 from checkpointing.errors import CheckpointError
 from checkpointing.host.threads import in_background
 from checkpointing.storage.sidecars import Sidecars
-from runner.config.launch import LaunchConfig
-from runner.config.schema import Config
+from runner.config.schema import Config, LaunchConfig
 from runner.errors import BadMachineError, UsageError
 from runner.recovery.bad_machines import BadMachine, add_bad_machines, read_bad_machines, refusal, this_machine
 from runner.recovery.failure import Failure

@@ -16,24 +16,9 @@ from runner.journal.attempts import AttemptSpec, Job
 from runner.journal.events import RunStarted
 from runner.lease.leadership import Takeover
 from runner.node.node import Node
+from runner.peers import messages
 from runner.peers.auth import configured_secret, read_secret
 from runner.peers.link import Member
-from runner.peers.messages import (
-    FORWARDED,
-    Begin,
-    Busy,
-    End,
-    Ended,
-    Finish,
-    Forwarded,
-    Hello,
-    Ready,
-    StopRun,
-    ToMember,
-    Welcome,
-)
-from runner.peers import messages
-from runner.peers.secret import configured_secret, read_secret
 from runner.recovery.bad_machines import this_machine
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind

@@ -29,7 +29,7 @@ from runner.session.identity import JobIdentity
 from runner.session.session import Session
 from runner.supervisor.membership import Membership
 from runner.supervisor.run_record import RunRecord, end_of_error, end_without_last_save, end_without_location, ended
-from runner.system.host import Host
+from runner.system.processes import Host
 from runner.ui.progress import ProgressDisplay
 
 

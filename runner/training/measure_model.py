@@ -21,13 +21,7 @@ from runner.training.model import adapter_config
 
 
 def model_shape(config: Config) -> dict[str, Any]:
-    """Build the configured model on the meta device and measure it.
-
-    Args:
-        config: The configuration.
-    Returns:
-        The fields of `runner.plan.memory_need.ModelShape`.
-    """Build the configured model on the meta device; return the fields of `runner.plan.model_shape.ModelShape`.
+    """Build the configured model on the meta device; return the fields of `runner.plan.memory_need.ModelShape`.
 
     Raises:
         UsageError: The model cannot be found, or has no such layers.

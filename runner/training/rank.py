@@ -24,7 +24,7 @@ from checkpointing.errors import EXIT_PREEMPTED, CheckpointError
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.manager import stop_signal
 from runner.errors import RunnerError
-from runner.recovery.evidence import of_its_origin, printable
+from runner.recovery.classify import of_its_origin, printable
 from runner.system import processes
 
 _MAX_ERROR = 4000

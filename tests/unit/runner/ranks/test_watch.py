@@ -19,7 +19,7 @@ from checkpointing.host.threads import is_readable
 from runner.ranks.output import STDERR_NAME
 from runner.ranks.watch import Done, Failed, RankEvents, RankMessage, RankWatch, Started
 from runner.recovery.classify import RankEnd
-from runner.training.event_sender import EventSender
+from runner.training.rank import EventSender
 
 EFFECT = "RuntimeError: Connection closed by peer"
 OWN = "ValueError: bad sample"
@@ -196,10 +196,10 @@ def test_whatever_comes_is_a_message_or_passed_over(events: RankEvents, data: by
     ],
 )
 def test_every_message_that_ranks_send_is_one(events: RankEvents, event: str, details: dict[str, Any]) -> None:
-    EventSender(events.path, 3).send(event, **details)
+    EventSender(events.path, 3).send_surely(event, **details)
     assert [message.model_dump() for message in events.receive()] == [{"event": event, "in_attempt": 3, **details}]
 
 
 def test_an_error_that_quotes_a_name_that_is_not_utf8_arrives(events: RankEvents) -> None:
-    EventSender(events.path, 3).send("rank_failed", rank=0, error="no file \udcff", frame=None, transient=False)
+    EventSender(events.path, 3).send_surely("rank_failed", rank=0, error="no file \udcff", frame=None, transient=False)
     assert [message.error for message in events.receive() if isinstance(message, Failed)] == ["no file \\udcff"]

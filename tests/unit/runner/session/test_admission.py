@@ -11,7 +11,7 @@ import pytest
 from helpers.node_fakes import FakeSession
 
 from checkpointing.agent.events import BatchShape
-from checkpointing.storage.local_sidecars import LocalSidecars
+from checkpointing.storage.sidecars import LocalSidecars
 from runner.config.schema import Config
 from runner.errors import BadMachineError, ExitCode, UsageError
 from runner.recovery.bad_machines import VARIABLE, BadMachine, add_bad_machines, read_bad_machines

@@ -11,11 +11,9 @@ from helpers.journals import event
 from helpers.node_fakes import FakeNode, FakeSession
 
 from checkpointing.agent.events import FencedEvent
-from checkpointing.storage import LocalStorage
+from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.storage.sidecars import LocalSidecars
-from checkpointing.storage import LocalStorage, open_storage
-from checkpointing.storage.local_sidecars import LocalSidecars
 from runner.errors import CheckpointsMissing, ExitCode, RunnerError, UsageError
 from runner.journal.attempts import Job
 from runner.journal.journal import Journal

@@ -19,8 +19,6 @@ from runner.errors import ExitCode, GpuFaulty, LaunchDelayed, LaunchError, Usage
 from runner.journal.attempts import AttemptResult, Job
 from runner.journal.events import AttemptEnded, Backoff, RunEnded, StepsSkipped
 from runner.lease.lease import Lease, LeaseRecord, newest_lease, take
-from runner.lease.lease import Lease
-from runner.lease.record import LeaseRecord, newest_lease, take
 from runner.node import health_check
 from runner.peers.messages import Finish
 from runner.recovery.bad_machines import read_bad_machines
