@@ -79,11 +79,6 @@ def rank_main(spec: dict[str, Any]) -> None:
 
 def prepare_main(spec: dict[str, str]) -> None:
     """Prepare the data of the bundled job, in a fork of the fork server; `spec` is the `prepare` of the request."""
-    """Prepare the data of the bundled job, in a fork of the fork server.
-
-    Args:
-        spec: The `prepare` of the request.
-    """
     from runner.training.rank import run_preparation
 
     run_preparation(spec)
