@@ -13,10 +13,10 @@ BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 def smoke(name: str, folder: Path, *options: str, code: int = 0) -> tuple[dict[str, Any], str]:
-    """Run `scripts/bench/NAME.py`.
+    """Run `scripts/bench/NAME`.
 
     Args:
-        name: Of the script.
+        name: Of the benchmark.
         folder: For its JSON file.
         options: Further options.
         code: The exit code that is expected.
@@ -26,7 +26,7 @@ def smoke(name: str, folder: Path, *options: str, code: int = 0) -> tuple[dict[s
     """
     answer = folder / "figures.json"
     done = subprocess.run(
-        [sys.executable, str(BENCH / f"{name}.py"), "--json", str(answer), *options],
+        [sys.executable, str(BENCH / name), "--json", str(answer), *options],
         capture_output=True,
         text=True,
         timeout=900,

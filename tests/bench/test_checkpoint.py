@@ -3,8 +3,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import monitored_agent
 from bench.support import all_finite, smoke
+from library.agent import MonitoredAgent
 
 FIGURES = {
     "blocked_vs_hf",
@@ -22,7 +22,7 @@ FIGURES = {
 
 def test_an_agent_that_was_killed_is_closed_without_an_error(tmp_path: Path) -> None:
     """The stage with a slow disk kills its agent, whose commits would disturb the next run."""
-    with monitored_agent.monitored_agent(str(tmp_path)) as agent:
+    with MonitoredAgent(str(tmp_path)) as agent:
         agent.kill()
 
 

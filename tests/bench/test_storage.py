@@ -3,9 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import storage_figures
 from bench.support import all_finite, smoke
 from infra.parts import needs
+from library.figures import Samples
+from storage.figures import figures_of, table_of
 
 # Two clusters at once would slow each other down.
 pytestmark = [pytest.mark.xdist_group("radosgw"), needs("radosgw"), needs("rclone")]
@@ -28,9 +29,11 @@ def test_every_stage(tmp_path: Path) -> None:
 
 def test_figures_of_resumes_alone() -> None:
     """`--resumes` leaves uploads and the slow link out; its worst pair is one pair, not a quotient of extremes."""
-    measured = storage_figures.Measured(resume_s=[1.2, 2.0, 3.0], download_s=[1.0, 2.0, 2.0], checkpoint_bytes=10**9)
-    figures = storage_figures.figures_of(measured)
+    measured = Samples(list)
+    measured["resume_s", "ours"], measured["resume_s", "download"] = [1.2, 2.0, 3.0], [1.0, 2.0, 2.0]
+    measured["bytes", "checkpoint"] = [10**9]
+    figures = figures_of(measured)
     assert figures == {"resume_vs_download": 1.2, "resume_vs_download_worst": 1.5}
-    table = storage_figures.table_of(measured, figures)
+    table = table_of(measured, figures)
     assert "| `resume_vs_download_worst` | 1.5 | ≤ 1.3 | MISS | of 3 pairs in turns |" in table
     assert "upload" not in table
