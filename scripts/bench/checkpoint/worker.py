@@ -6,15 +6,17 @@ Needs torch and what the method itself needs, so that a peer can have its own en
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from library.methods import Dcp, DcpProcess, DcpShared, DcpSharedAsync, Decoder, Method, Ours, loss_of, state_bytes
+from library.methods import Dcp, Decoder, Method, Ours, loss_of, state_bytes
 from library.orders import carry_out
 
 VOCABULARY = 12288
@@ -77,13 +79,13 @@ class DLRover(Method):
             time.sleep(0.05)
 
 
-METHODS: dict[str, type[Method]] = {
+METHODS: dict[str, Callable[..., Method]] = {
     "none": Method,
     "hf": HuggingFace,
     "dcp-thread": Dcp,
-    "dcp-process": DcpProcess,
-    "dcp-shm": DcpShared,
-    "dcp-shm-async": DcpSharedAsync,
+    "dcp-process": functools.partial(Dcp, process=True),
+    "dcp-shm": functools.partial(Dcp, process=True, shared_memory=True),
+    "dcp-shm-async": functools.partial(Dcp, process=True, shared_memory=True, async_staging=True),
     "dlrover": DLRover,
     "ours": Ours,
 }
@@ -106,18 +108,13 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     saver = METHODS[method](model, optimizer, folder)
 
-    blocked: dict[int, float] = {}
     step_times: list[float] = []
-    last_saved = 0
 
     def train_step() -> None:
         loss = loss_of(model, tokens, VOCABULARY)
         optimizer.zero_grad()
         loss.backward()
-        began = time.perf_counter()
-        saver.before_optimizer()
-        if last_saved:
-            blocked[last_saved] += time.perf_counter() - began
+        saver.timed_wait()
         optimizer.step()
 
     began = time.perf_counter()
@@ -131,14 +128,9 @@ def train(
     for step in range(start + 1, start + steps + 1):
         step_began = time.perf_counter()
         train_step()
-        last_saved = 0
         saver.after_step(step)
         if save_every and step % save_every == 0:
-            saver.began[step] = time.time()
-            save_began = time.perf_counter()
-            saver.save(step)
-            blocked[step] = time.perf_counter() - save_began
-            last_saved = step
+            saver.timed_save(step)
         step_times.append(time.perf_counter() - step_began)
     total = time.perf_counter() - began
     if finish:
@@ -147,7 +139,7 @@ def train(
         "start": start,
         "resume_s": resume_s,
         "total_s": total,
-        "blocked_s": list(blocked.values()),
+        "blocked_s": saver.blocked,
         "durable_s": list(saver.durable.values()),
         "began_at": list(saver.began.items()),
         "step_s": step_times,

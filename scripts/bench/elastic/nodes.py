@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from library.benchmark import BENCH
@@ -21,7 +21,7 @@ from library.workers import SHARED_STORE_OFF, TORCHRUN, WITHOUT_GPU, free_port
 
 from checkpointing.agent.events import Fetched, Log, Resumed
 from runner.chaos.network import address_of, inside
-from runner.journal.events import AttemptStarted, Entry
+from runner.journal.events import AttemptStarted
 from runner.journal.journal import JournalReader, read_journal
 from runner.journal.ledger import led_sessions
 from runner.journal.run_directory import RunDirectory
@@ -40,8 +40,7 @@ LIMIT_S = 120.0
 _TURN_S = 0.01
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A finished step of the journal, with its time in seconds since the epoch."""
 
     time: float
@@ -115,19 +114,15 @@ class Nodes:
     # -- what they report ----------------------------------------------------------------------------------------
 
     def _steps(self, world_size: int | None = None) -> list[Step]:
-        """Return the finished steps, of attempts with so many nodes."""
-        entries = self._entries()
+        """Return the finished steps, of attempts with so many nodes, as the leaders or torchrun's rank 0 noted them."""
+        led = (entry for journal in self._journals for entry in led_sessions(journal.entries()))
+        entries = sorted(led, key=lambda entry: entry.time)
         sizes = {entry.attempt: entry.event.nnodes for entry in entries if isinstance(entry.event, AttemptStarted)}
         return [
             Step(entry.time, entry.event.step)
             for entry in entries
             if isinstance(entry.event, Log) and world_size in (None, sizes.get(entry.attempt))
         ]
-
-    def _entries(self) -> list[Entry]:
-        """Return what the leaders have recorded, or rank 0 of torchrun's."""
-        led = (entry for journal in self._journals for entry in led_sessions(journal.entries()))
-        return sorted(led, key=lambda entry: entry.time)
 
     @property
     def last_step(self) -> int:

@@ -168,9 +168,8 @@ def _slow_copies(on: str) -> Iterator[None]:
             sleep(_SLEEP_CYCLES)
             yield
 
-    devices.Accelerator.on_own_streams = slow  # type: ignore[method-assign]
-    yield
-    devices.Accelerator.on_own_streams = on_own_streams  # type: ignore[method-assign]
+    with mock.patch.object(devices.Accelerator, "on_own_streams", slow):
+        yield
 
 
 def _is_torn(change: str, on: str, **options: Any) -> bool:

@@ -59,6 +59,8 @@ class MonitoredAgent:
         with contextlib.suppress(OSError):
             while True:
                 event, _ = protocol.receive(self._monitor)
-                if event["event"] == "committed":
+                # The answer to the hello has no name.
+                name = str(event.get("event"))
+                if name == "committed":
                     self.committed_at[event["step"]] = time.time()
-                self.events[str(event["event"])] = {**event, "time": time.monotonic()}
+                self.events[name] = {**event, "time": time.monotonic()}

@@ -40,15 +40,29 @@ def loss_of(model: Any, num_tokens: int, vocabulary: int) -> torch.Tensor:
 
 
 class Method:
-    """A way to save, here none.
+    """A way to save, here none, and the seconds that each save has `blocked` training.
 
     `save` is called after a step, and `before_optimizer` before the next step changes the state.
     """
 
     def __init__(self, model: Any, optimizer: Any, folder: Path | str) -> None:
         self.model, self.optimizer, self.folder = model, optimizer, Path(folder)
+        self.blocked: list[float] = []
         self.durable: dict[int, float] = {}
         self.began: dict[int, float] = {}
+
+    def timed_save(self, step: int) -> None:
+        self.began[step] = time.time()
+        began = time.perf_counter()
+        self.save(step)
+        self.blocked.append(time.perf_counter() - began)
+
+    def timed_wait(self) -> None:
+        """Wait before the optimizer's step; it belongs to the save before, and is 0 in the steps that follow."""
+        began = time.perf_counter()
+        self.before_optimizer()
+        if self.blocked:
+            self.blocked[-1] += time.perf_counter() - began
 
     def resume(self) -> int:
         return 0
@@ -73,12 +87,16 @@ class Method:
 
 
 class Dcp(Method):
-    """`torch.distributed.checkpoint.async_save`, by a thread."""
+    """`torch.distributed.checkpoint.async_save`, by a thread or a process.
 
-    process = shared_memory = async_staging = False
+    The copy of the state may be in shared memory, and may be made while training continues.
+    """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(
+        self, *args: Any, process: bool = False, shared_memory: bool = False, async_staging: bool = False
+    ) -> None:
         super().__init__(*args)
+        self.process = process
         import torch.distributed as dist
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -89,8 +107,8 @@ class Dcp(Method):
         self.stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False,
-                use_shared_memory=self.shared_memory,
-                use_async_staging=self.async_staging,
+                use_shared_memory=shared_memory,
+                use_async_staging=async_staging,
                 use_non_blocking_copy=False,
             )
         )
@@ -126,24 +144,6 @@ class Dcp(Method):
 
     def close(self) -> None:
         self.stager.close()
-
-
-class DcpProcess(Dcp):
-    """By a process that is started for it."""
-
-    process = True
-
-
-class DcpShared(DcpProcess):
-    """Whose copy of the state is in shared memory."""
-
-    shared_memory = True
-
-
-class DcpSharedAsync(DcpShared):
-    """And is made while training continues."""
-
-    async_staging = True
 
 
 class Ours(Method):

@@ -10,7 +10,6 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from library.measuring import undisturbed
 from library.training_run import TrainingRun
@@ -34,25 +33,17 @@ BLOCK_LIMIT_S = 60.0
 _PAIRS_PER_MESSAGE = 50
 
 
-class Kill(NamedTuple):
-    """The step, delay and rank of a kill, the same for all methods of a round."""
-
-    step: int
-    delay_s: float
-    rank: int
-
-
 def measure_recoveries(
     trainings: Trainings, methods: Sequence[str], rounds: int, tries: int, source: random.Random
 ) -> None:
     """Kill a rank under each method in turns, those for information in every third round; then preempt ours."""
     measured = trainings.measured
     for number in range(rounds):
-        # Between two saves: a peer's script would fail on half a checkpoint.
-        kill = Kill(source.randrange(25, 36), source.uniform(0, 0.1), source.randrange(NUM_RANKS))
+        # For all methods, between two saves: a peer's script would fail on half a checkpoint.
+        kill = source.randrange(25, 36), source.uniform(0, 0.1), source.randrange(NUM_RANKS)
         chosen = [name for name in methods if name not in FOR_INFORMATION or number % 3 == 0]
         for method in source.sample(chosen, len(chosen)):
-            run = functools.partial(_recovery, trainings, method, kill, source)
+            run = functools.partial(_recovery, trainings, method, source, *kill)
             again = 1 if method in FOR_INFORMATION else tries
             try:
                 seconds = undisturbed(run, METHODS[method], tries=again, say=trainings.say)
@@ -68,16 +59,16 @@ def measure_recoveries(
             trainings.say(f"round {number + 1}/{rounds}, {METHODS[method]}: {text}")
 
 
-def _recovery(trainings: Trainings, method: str, kill: Kill, source: random.Random) -> float:
+def _recovery(trainings: Trainings, method: str, source: random.Random, step: int, delay_s: float, rank: int) -> float:
     """Return the seconds from a rank's SIGKILL to the next step of the new process group; the limit if it hangs.
 
     Ours is preempted afterwards.
     """
     with trainings.start(method) as training:
-        before = training.wait_for_step(kill.step)
-        time.sleep(kill.delay_s)
-        victim = training.rank(kill.rank)
-        assert victim is not None, f"{method}: rank {kill.rank} is gone"
+        before = training.wait_for_step(step)
+        time.sleep(delay_s)
+        victim = training.rank(rank)
+        assert victim is not None, f"{method}: rank {rank} is gone"
         killed_at = time.time()
         victim.kill()
 

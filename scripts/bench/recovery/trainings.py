@@ -67,20 +67,17 @@ class Trainings:
             return
         with scratch_folder(self.scratch) as scratch:
             folder = scratch / "r"
-            script = [str(HERE / "peer.py"), str(folder), *JOB]
             launch = ["--standalone", "--nproc-per-node", str(NUM_RANKS)]
-            environment = WITHOUT_GPU
-            match method:
-                case "loop":
-                    command = ["bash", "-c", 'until "$@"; do :; done', "loop", *TORCHRUN, *launch, *script]
-                case "torchrun" | "as_is":
-                    command = [*TORCHRUN, *launch, "--max-restarts", "3", *script]
-                    environment = WITHOUT_GPU | (SHARED_STORE_OFF if method == "torchrun" else {})
-                case _:
-                    command = [sys.executable, "-m", FT_MODULE, *launch, "--max-restarts", "3"]
-                    command += ["--ignore-missing-fault-tol-cfg", *script]
-                    environment = WITHOUT_GPU | {"PYTHONPATH": f"{WITHOUT_GPU['PYTHONPATH']}:{self._ft_site}"}
-            with TrainingRun(command, folder, environment) as training:
+            if method != "loop":
+                launch += ["--max-restarts", "3"]
+            command = [*TORCHRUN, *launch]
+            environment = WITHOUT_GPU | (SHARED_STORE_OFF if method == "torchrun" else {})
+            if method == "loop":
+                command = ["bash", "-c", 'until "$@"; do :; done', "loop", *command]
+            elif method == "ft":
+                command = [sys.executable, "-m", FT_MODULE, *launch, "--ignore-missing-fault-tol-cfg"]
+                environment |= {"PYTHONPATH": f"{WITHOUT_GPU['PYTHONPATH']}:{self._ft_site}"}
+            with TrainingRun([*command, str(HERE / "peer.py"), str(folder), *JOB], folder, environment) as training:
                 yield training
 
     @contextlib.contextmanager

@@ -27,7 +27,7 @@ from library.benchmark import Benchmark
 from library.figures import Samples, figure_table, spread, table
 from library.gateway import Gateway, gateway, missing
 from library.measuring import read_all, scratch_folder, undisturbed
-from sharded.runs import Layout, export_memory, work
+from sharded.runs import export_memory, work
 
 METHODS = {
     "dcp plain": "FSDP2: DCP, process",
@@ -38,8 +38,8 @@ METHODS = {
 }
 # DeepSpeed's own files are for the same ranks only; both variants of DCP write the same.
 NOT_LOADED = {"deepspeed zero": "not possible", "dcp plain": "the same files"}
-TRAINED_ON, LOADED_ON, ONE_NODE = Layout(2, 2), Layout(1, 2), Layout(1, 2)
-ONE_RANK_EACH = Layout(2, 1)
+# Nodes, and ranks of each.
+TRAINED_ON, LOADED_ON, ONE_NODE, ONE_RANK_EACH = (2, 2), (1, 2), (1, 2), (2, 1)
 BUCKET = "sharded"
 # What writes from one node and from two, and the figure of that.
 WRITERS = {"ours whole": "two_writers_speedup", "ours": "two_shard_writers_speedup"}
@@ -69,7 +69,7 @@ SMOKE = Scale(
 def measure_round(bench: Benchmark, parent: Path, measured: Samples, scale: Scale, name: str) -> None:
     """Measure every method in random order, and what it has saved on another mesh."""
 
-    def tried(action: str, method: str, folder: Path, layout: Layout, steps: int) -> dict[str, Any]:
+    def tried(action: str, method: str, folder: Path, layout: tuple[int, int], steps: int) -> dict[str, Any]:
         def run() -> dict[str, Any]:
             if action == "train":
                 shutil.rmtree(folder, ignore_errors=True)
@@ -115,7 +115,8 @@ def links(server: Gateway, number: int, mbit_per_s: int) -> Iterator[list[dict[s
 def measure_links(bench: Benchmark, parent: Path, measured: Samples, scale: Scale, server: Gateway) -> None:
     """Measure one save by two ranks: of one node, and of two, each behind a link of its own."""
     how: Any = {"steps": 2, "save_every": 2}
-    for method, (number, layout) in itertools.product(WRITERS, ((1, ONE_NODE), (2, ONE_RANK_EACH))):
+    for method, layout in itertools.product(WRITERS, (ONE_NODE, ONE_RANK_EACH)):
+        number = layout[0]
         with links(server, number, scale.link_mbit_per_s) as environments:
             location = f"s3://{BUCKET}/{uuid.uuid4().hex}"
             run = work(parent, scale.link_shape, "train", method, location, layout, **how, environments=environments)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,36 +34,32 @@ from checkpointing.storage import LocalStorage
 WORKER = Path(__file__).with_name("worker.py")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Nodes, and ranks of each."""
-
-    nodes: int
-    ranks: int
-
-
 def work(
     scratch: Path,
     shape: tuple[int, int],
     action: str,
     method: str,
     folder: str,
-    layout: Layout,
+    layout: tuple[int, int],
     *,
     steps: int,
     save_every: int = 1,
     environments: Sequence[dict[str, str]] = ({}, {}),
 ) -> dict[str, Any]:
-    """Run one training, or one load; return the figures of rank 0, and the peak memory of all as `peak_bytes`."""
-    port = free_port()
-    logs = [scratch / f"node-{number}.log" for number in range(layout.nodes)]
+    """Run one training, or one load, on so many nodes of so many ranks.
+
+    Returns:
+        The figures of rank 0, and the peak memory of all processes as `peak_bytes`.
+    """
+    port, (num_nodes, num_ranks) = free_port(), layout
+    logs = [scratch / f"node-{number}.log" for number in range(num_nodes)]
     width, layers = shape
     how = {"steps": steps, "save_every": save_every, "width": width, "layers": layers}
     what = order(WORKER, action, method=method, folder=folder, **how)
     with contextlib.ExitStack() as stack:
         nodes = []
         for number, log in enumerate(logs):
-            where = [f"--nnodes={layout.nodes}", f"--nproc-per-node={layout.ranks}", f"--node-rank={number}"]
+            where = [f"--nnodes={num_nodes}", f"--nproc-per-node={num_ranks}", f"--node-rank={number}"]
             where += ["--master-addr=127.0.0.1", f"--master-port={port}"]
             node = started([*TORCHRUN, *where, *what], log, ENVIRONMENT | environments[number])
             nodes.append(stack.enter_context(node))

@@ -10,11 +10,12 @@ import functools
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from library.methods import DcpSharedAsync, Decoder, Method, Ours, loss_of, state_bytes
+from library.methods import Dcp, Decoder, Method, Ours, loss_of, state_bytes
 from library.orders import carry_out
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -33,8 +34,8 @@ class Block(nn.Module):
         return added
 
 
-class Dcp(DcpSharedAsync):
-    """`torch.distributed.checkpoint`: `async_save` by a process, its state in shared memory; and `load`."""
+class DcpSharded(Dcp):
+    """Of sharded state, which it also loads."""
 
     def state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -51,12 +52,6 @@ class Dcp(DcpSharedAsync):
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-class DcpPlain(Dcp):
-    """The same with DCP's own choices: training waits until the state was copied, and the copy was sent."""
-
-    shared_memory = async_staging = False
-
-
 class DeepSpeed(Method):
     """`DeepSpeedEngine.save_checkpoint`, which returns when all is written."""
 
@@ -64,11 +59,12 @@ class DeepSpeed(Method):
         self.model.save_checkpoint(str(self.folder), tag=str(step))
 
 
-METHODS: dict[str, type[Method]] = {
+METHODS: dict[str, Callable[..., Method]] = {
     "none": Method,
     "none zero": Method,
-    "dcp": Dcp,
-    "dcp plain": DcpPlain,
+    "dcp": functools.partial(DcpSharded, process=True, shared_memory=True, async_staging=True),
+    # DCP's own choices: training waits until the state was copied, and the copy was sent.
+    "dcp plain": functools.partial(DcpSharded, process=True),
     "deepspeed zero": DeepSpeed,
     "ours": Ours,
     "ours zero": Ours,
@@ -98,7 +94,7 @@ def sharded(model: Decoder, name: str) -> tuple[Any, Any]:
 
 
 class Training:
-    """A training by one method; `blocked` has the seconds that each save has blocked it."""
+    """A training by one method."""
 
     def __init__(self, name: str, folder: str, width: int, layers: int) -> None:
         model = Decoder(width, nn.Sequential(*(Block(width) for _ in range(layers))), _VOCABULARY)
@@ -106,16 +102,11 @@ class Training:
         self.engine, self.optimizer = sharded(model, name)
         self.model = self.engine or model
         self.method = METHODS[name](self.model, self.optimizer, folder)
-        self.blocked: list[float] = []
 
     def step(self, step: int) -> None:
         loss = loss_of(self.model, _TOKENS, _VOCABULARY)
         self.engine.backward(loss) if self.engine is not None else torch.autograd.backward(loss)
-        began = time.perf_counter()
-        self.method.before_optimizer()
-        if self.blocked:
-            # Of the save before; 0 in the steps that follow.
-            self.blocked[-1] += time.perf_counter() - began
+        self.method.timed_wait()
         if self.engine is not None:
             self.engine.step()
         else:
@@ -123,19 +114,12 @@ class Training:
             self.optimizer.zero_grad()
         self.method.after_step(step)
 
-    def save(self, step: int) -> float:
-        """Return the seconds that the call takes."""
-        self.method.began[step] = time.time()
-        began = time.perf_counter()
-        self.method.save(step)
-        return time.perf_counter() - began
-
     def save_and_wait(self, step: int) -> float:
         """Make a step; return the seconds of its save until it is durable."""
         self.step(step)
         dist.barrier()
         began = time.perf_counter()
-        self.save(step)
+        self.method.timed_save(step)
         self.method.finish()
         dist.barrier()
         return time.perf_counter() - began
@@ -143,15 +127,15 @@ class Training:
     def train(self, steps: int, save_every: int) -> dict[str, Any]:
         # Allocates gradients and moments, and whatever a method starts at its first save.
         self.save_and_wait(1)
-        self.blocked = []
+        self.method.blocked = []
         began = time.perf_counter()
         for step in range(2, steps + 1):
             self.step(step)
             if step % save_every == 0:
-                self.blocked.append(self.save(step))
+                self.method.timed_save(step)
         total_s = time.perf_counter() - began
         self.method.finish()
-        blocked = list(self.blocked)
+        blocked = list(self.method.blocked)
         return {"total_s": total_s, "blocked_s": blocked, "durable_s": self.save_and_wait(steps + 1)}
 
     def load(self, step: int) -> dict[str, Any]:
@@ -165,7 +149,7 @@ class Training:
         if isinstance(self.method, Ours):
             found = self.method.resume()
             assert found == step, (found, step)
-        elif isinstance(self.method, Dcp):
+        elif isinstance(self.method, DcpSharded):
             self.method.load(step)
         dist.barrier()
         return {"ready_s": ready_s, "load_s": time.perf_counter() - began}

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -56,7 +57,7 @@ class Switch:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        hand_over, look, make = Sampler.hand_over, PendingSnapshot.look_again, SnapshotCopy.make
+        make = SnapshotCopy.make
 
         def timed(call: Callable[..., Any]) -> Callable[..., Any]:
             def run(*arguments: Any) -> Any:
@@ -76,13 +77,12 @@ class Switch:
             make(maker, *arguments)
             self.copy_s.append(time.thread_time() - began)
 
-        classes: Any = Sampler, PendingSnapshot, SnapshotCopy
-        sampler, pending, maker = classes
-        sampler.hand_over, pending.look_again, maker.make = timed(hand_over), timed(look), made
-        try:
+        with (
+            mock.patch.object(Sampler, "hand_over", timed(Sampler.hand_over)),
+            mock.patch.object(PendingSnapshot, "look_again", timed(PendingSnapshot.look_again)),
+            mock.patch.object(SnapshotCopy, "make", made),
+        ):
             yield
-        finally:
-            sampler.hand_over, pending.look_again, maker.make = hand_over, look, make
 
 
 def measure(scale: Scale, folder: Path, device: str) -> tuple[Samples, int, int]:
