@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.journals import event
-from training_run import NeverStarted, TrainingRun
+from library.training_run import NeverStarted, TrainingRun
 
 from checkpointing.agent.events import Log
 from runner.journal.journal import JOURNAL_NAME, Journal

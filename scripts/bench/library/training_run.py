@@ -79,6 +79,7 @@ class TrainingRun(RunUnderTest):
         self.refresh()
         return code, seconds
 
+
 def start_command(folder: Path, *options: str, settings: Sequence[str] = (), script: Sequence[str] = ()) -> list[str]:
     """Return the command `runner start` with options, settings and perhaps a script."""
     set_options = [part for setting in settings for part in ("--set", setting)]

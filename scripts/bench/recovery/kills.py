@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
-from library.training_run import TrainingRun
+from library.training_run import START_TIMEOUT_S, TrainingRun
 from recovery.trainings import JOB, RECOVERY_LIMIT_S, SAVE_STEPS, STOP_LIMIT_S, Trainings
 
 from checkpointing.agent.events import Log
-from runner.chaos.run_under_test import START_TIMEOUT_S
 from runner.journal.events import AttemptEnded, AttemptStarted, Backoff, RankStarted, RunStarted
 
 KILLS_PER_RUN = 20

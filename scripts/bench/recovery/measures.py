@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from library.measuring import undisturbed
-from library.training_run import TrainingRun
+from library.training_run import START_TIMEOUT_S, NeverStarted, TrainingRun
 from recovery.trainings import (
     FOR_INFORMATION,
     HERE,
@@ -26,7 +26,6 @@ from recovery.trainings import (
 from checkpointing.agent.events import Committed
 from checkpointing.commit.tiers import open_tiers
 from checkpointing.errors import CheckpointError
-from runner.chaos.run_under_test import START_TIMEOUT_S, NeverStarted
 from runner.journal.events import AttemptEnded, Entry
 
 BLOCK_LIMIT_S = 60.0
