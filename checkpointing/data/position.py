@@ -23,7 +23,7 @@ logger = logging.getLogger("checkpointing")
 
 # No loader draws further ahead of training. Where nothing is saved, digests must not pile up.
 _MAX_DIGESTS = 4096
-# Rows that the fingerprint covers, spread evenly over the data set.
+# Rows that the digest covers, spread evenly over the data set.
 _NUM_ROWS = 16
 _SIMPLE = (int, float, str, bool, bytes, type(None))
 
@@ -208,7 +208,7 @@ def _index_bytes(index: Any) -> bytes:
     return repr(index).encode()
 
 
-def fingerprint(dataset: Any) -> str | None:
+def data_digest(dataset: Any) -> str | None:
     """Return the number of a data set's rows, and a digest of some of them as they are stored.
 
     A transform that is applied when a row is read is left out, since it may draw at random. None where reading rows
@@ -217,7 +217,7 @@ def fingerprint(dataset: Any) -> str | None:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not len(dataset):
         return None
     if isinstance(dataset, Mapping):
-        parts = {name: fingerprint(part) for name, part in dataset.items()}
+        parts = {name: data_digest(part) for name, part in dataset.items()}
         return None if None in parts.values() else repr(parts)
     if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
         dataset = dataset.with_format("arrow")

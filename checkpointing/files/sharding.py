@@ -241,7 +241,7 @@ def is_stand_in(tensor: torch.Tensor, parts: Parts) -> bool:
     return tensor.untyped_storage()._cdata in parts
 
 
-def take_over(image: FileImage, parts: Parts) -> FileImage:
+def with_own_parts(image: FileImage, parts: Parts) -> FileImage:
     """Return the image with this rank's parts in place of the stand-ins."""
     kept = []
     for offset, tensor in image.tensors:

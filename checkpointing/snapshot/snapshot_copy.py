@@ -337,7 +337,7 @@ class SnapshotCopy:
         shared = {name: data for name, data in state.small.items() if name != OPTIONS_NAME}
         small = {**static_files, **shared, **_contents(request.shared_files), **everyones}
         if state.parts:
-            images = [sharding.take_over(image, state.parts) for image in images]
+            images = [sharding.with_own_parts(image, state.parts) for image in images]
             if not state.is_spread:
                 self._writers.take_turns(images)
         optimizer, share, guests = images[-1], None, dict[str, int]()

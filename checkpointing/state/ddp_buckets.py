@@ -169,7 +169,7 @@ def _settings(module: DistributedDataParallel) -> dict[str, Any]:
     return {**data.strs_map, **data.ints_map}
 
 
-def kind_of(module: DistributedDataParallel) -> tuple[int, ...]:
+def traits_of(module: DistributedDataParallel) -> tuple[int, ...]:
     """Return what tells a module from others; see `BucketLayout`."""
     settings = _settings(module)
     return tuple(int(settings.get(name, 0)) for name in _KIND)
@@ -293,7 +293,7 @@ class DdpBuckets:
         hook = module.register_forward_pre_hook(before, prepend=True)
 
     def _put_back(self, module: DistributedDataParallel) -> None:
-        kind = kind_of(module)
+        kind = traits_of(module)
         layout = next((layout for layout in self._left if layout.kind == kind), None)
         if layout is None:
             return
@@ -325,7 +325,7 @@ class DdpBuckets:
 
     def files(self) -> dict[str, bytes]:
         """Return the file with the layouts of all modules; empty where there are none."""
-        layouts = [BucketLayout(kind_of(module), self._final.get(module)) for module in self._modules()]
+        layouts = [BucketLayout(traits_of(module), self._final.get(module)) for module in self._modules()]
         return {BUCKETS_NAME: written(layouts)} if layouts else {}
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def load_whole(model: torch.nn.Module, point: LoadedCheckpoint, place: Callable[
         raise _misfit(point, str(error)) from None
 
 
-def fill(model: torch.nn.Module, point: LoadedCheckpoint, *, is_part: bool = False) -> dict[str, torch.Tensor]:
+def load_parts(model: torch.nn.Module, point: LoadedCheckpoint, *, is_part: bool = False) -> dict[str, torch.Tensor]:
     """Copy the weights into a model of whose parameters each rank may hold a fragment; return them, by name.
 
     Args:

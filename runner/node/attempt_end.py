@@ -137,7 +137,7 @@ def failure_of(
     )
     if failure.kind is FailureKind.PREEMPTED and not stop_known and not asked:
         cause = "the script exited with status 75, which is reserved for stop requests, but no stop was requested"
-        return Failure(FailureKind.CRASHED, cause, step=step, fingerprint="status 75")
+        return Failure(FailureKind.CRASHED, cause, step=step, signature="status 75")
     if failure.kind is FailureKind.LAUNCHER_LOST and launcher_result.get("error"):
         error = launcher_result["error"]
         if kind_of_error(error) is FailureKind.STORAGE_FAILED:

@@ -87,8 +87,8 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kil
     if first.error is None and first.last_words is not None:
         cause = f"rank {first.rank} was aborted: {first.last_words}"
         # A connection may break at any step, and again.
-        fingerprint = "" if is_effect(cause) else f"{first.last_words.partition(':')[0]}|{step}"
-        return Failure(kind_of_error(first.last_words) or FailureKind.CRASHED, cause, first.rank, step, fingerprint)
+        signature = "" if is_effect(cause) else f"{first.last_words.partition(':')[0]}|{step}"
+        return Failure(kind_of_error(first.last_words) or FailureKind.CRASHED, cause, first.rank, step, signature)
     if first.error is None:
         cause = _describe_exit(first)
         # A kill comes from outside and can happen at any step; a crash of the program itself repeats.
@@ -100,7 +100,7 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kil
         own_fault = first.exit_code is not None and -first.exit_code not in _EXTERNAL_SIGNALS
         return Failure(FailureKind.CRASHED, cause, first.rank, step, f"{cause}|{step}" if own_fault else "")
     cause = f"rank {first.rank}: {_one_line(first.error.removeprefix('SystemExit: '))}"
-    fingerprint = "" if is_effect(first.error) else f"{first.error.partition(':')[0]}|{first.frame}|{step}"
+    signature = "" if is_effect(first.error) else f"{first.error.partition(':')[0]}|{first.frame}|{step}"
     known = kind_of_error(first.error)
     if first.error.startswith("StorageUnreachable") and known is not FailureKind.STORAGE_FAILED:
         # It may answer again by the next attempt, before the first step or in the middle.
@@ -111,12 +111,12 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kil
         window = (min(started_step + 1, bad), bad)
         return Failure(kind, cause, first.rank, step, f"{found[1]}|{bad}", window)
     if known is not None:
-        return Failure(known, cause + known.rule.advice, first.rank, step, fingerprint)
+        return Failure(known, cause + known.rule.advice, first.rank, step, signature)
     if first.transient:
         return Failure(FailureKind.NETWORK, cause, first.rank, step)
     before_first_step = step == 0 and started_step == 0 and not is_effect(first.error)
     kind = FailureKind.BOOT if before_first_step else FailureKind.CRASHED
-    return Failure(kind, cause, first.rank, step, fingerprint)
+    return Failure(kind, cause, first.rank, step, signature)
 
 
 def _one_line(error: str) -> str:

@@ -64,7 +64,7 @@ class Failure:
     rank: int | None = None  # Global rank that failed first; None if it was none.
     step: int = 0  # Last finished step of the attempt.
     # Equal for equal failures at the same step; empty for what says nothing about the next attempt.
-    fingerprint: str = ""
+    signature: str = ""
     window: Window | None = None  # First and last step to skip should it happen again; None where that would not help.
     # The next attempt may not meet it although its class usually does: memory that was short before a step had
     # ended, a GPU that another process still held. Worth one retry, unchanged.
@@ -84,7 +84,10 @@ class Failure:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the failure as a JSON object."""
-        return {**asdict(self), "kind": self.kind.value}
+        fields = asdict(self)
+        # The name that it has in runs of earlier releases.
+        fields["fingerprint"] = fields.pop("signature")
+        return {**fields, "kind": self.kind.value}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Failure:

@@ -21,8 +21,8 @@ class Action(Enum):
     STOP = auto()  # End the run: it was asked to stop.
     END = auto()  # End the run with the class's exit code, also while a stop is requested.
     GIVE_UP = auto()  # End the run with the class's exit code, unless a stop was requested.
-    RESTART = auto()  # Start the next attempt; the second time with the same fingerprint, end the run as deterministic.
-    SKIP = auto()  # As RESTART; the second time with the same fingerprint, skip the steps that lead to it.
+    RESTART = auto()  # Start the next attempt; the second time with the same signature, end the run as deterministic.
+    SKIP = auto()  # As RESTART; the second time with the same signature, skip the steps that lead to it.
     HALVE = auto()  # Start the next attempt with half the micro-batch.
     RETRY = auto()  # Start the next attempt after a delay, up to the class's own number of times.
     CONTINUE = auto()  # Start the next attempt: nothing has failed.

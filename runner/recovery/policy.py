@@ -113,7 +113,7 @@ def decide(
         return _halve(failure, batch, in_a_row)
     if rule.action is Action.RETRY:
         return _retry(history, batch, max_network_retries)
-    if len(history) > 1 and failure.fingerprint and history[-2].failure.fingerprint == failure.fingerprint:
+    if len(history) > 1 and failure.signature and history[-2].failure.signature == failure.signature:
         return _twice(failure, batch, in_a_row, skips_left)
     if in_a_row > max_restarts:
         return _budget_spent(history, in_a_row)

@@ -387,7 +387,7 @@ FAILURES = st.builds(
     kind=st.sampled_from([*RESTARTED, FailureKind.OUT_OF_MEMORY]),
     cause=st.just("cause"),
     step=st.integers(0, 3),
-    fingerprint=st.sampled_from(["", "a", "b"]),
+    signature=st.sampled_from(["", "a", "b"]),
 )
 
 
@@ -436,7 +436,7 @@ def test_without_progress_restarts_are_bounded(max_restarts: int, events: list[t
 def test_with_progress_between_failures_there_is_no_end(max_restarts: int, kinds: list[FailureKind]) -> None:
     life = Life(max_restarts)
     for number, kind in enumerate(kinds):
-        decision = life.fail(Failure(kind, "cause", step=number, fingerprint=f"a|{number}"), 1)
+        decision = life.fail(Failure(kind, "cause", step=number, signature=f"a|{number}"), 1)
         assert isinstance(decision, Restart) and decision.failures_in_a_row == 1
 
 
@@ -447,7 +447,7 @@ def test_the_same_failure_at_the_same_step_twice_is_the_last(
     life = Life(max_restarts)
     first, second = life.fail(failure, 1), life.fail(failure, 0)
     assert isinstance(first, Restart)
-    if failure.kind is not FailureKind.OUT_OF_MEMORY and failure.fingerprint:
+    if failure.kind is not FailureKind.OUT_OF_MEMORY and failure.signature:
         assert isinstance(second, Stop) and second.exit_code is ExitCode.DETERMINISTIC
     elif failure.kind is FailureKind.OUT_OF_MEMORY or max_restarts > 1:
         assert isinstance(second, Restart)
@@ -500,6 +500,6 @@ def test_batches_are_never_made_larger_again(failures: list[Failure], micro_batc
     life = Life(100, RestartState(batch=BatchDivision(micro_batch)))
     for number, failure in enumerate(failures):
         before = life.record.batch
-        life.fail(replace(failure, step=number, fingerprint=""), number % 2)
+        life.fail(replace(failure, step=number, signature=""), number % 2)
         grown = failure.kind is FailureKind.OUT_OF_MEMORY and micro_batch % (2 * before.divisor) == 0
         assert life.record.batch.divisor == before.divisor * (2 if grown else 1)

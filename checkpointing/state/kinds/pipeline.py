@@ -25,7 +25,7 @@ from checkpointing.format.layout import OPTIONS_NAME
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.param_names import are_named, unnamed
-from checkpointing.state.weights import fill
+from checkpointing.state.weights import load_parts
 
 logger = logging.getLogger("checkpointing")
 
@@ -183,7 +183,7 @@ class PipelineState(StateKind):
 
     def load_weights(self, point: LoadedCheckpoint, place: Callable[[Any], Any]) -> Mapping[str, torch.Tensor]:
         """Copy the weights of this rank's stages into the model; return them."""
-        return fill(self.model, point, is_part=True)
+        return load_parts(self.model, point, is_part=True)
 
     def restore_options(self, point: LoadedCheckpoint) -> bool:
         """Restore the options of this stage's groups, where the stages' differ.

@@ -26,7 +26,7 @@ from checkpointing.process.ranks import Ranks
 from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.optimizer_memory import check_kind
 from checkpointing.state.param_names import matched_by_name
-from checkpointing.state.weights import fill
+from checkpointing.state.weights import load_parts
 
 # Not `micro_steps`: where a step begins depends on how its samples are cut now.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -210,7 +210,7 @@ class ZeroState(StateKind):
 
     def load_weights(self, point: LoadedCheckpoint, place: Callable[[Any], Any]) -> Mapping[str, torch.Tensor]:
         """Copy the weights into what this rank has of each parameter; return them."""
-        return fill(self.model, point)
+        return load_parts(self.model, point)
 
     def restore_masters(self, point: LoadedCheckpoint, sources: Mapping[str, tuple[str, torch.Tensor]]) -> None:
         """Load the parameters in full precision, and have the engine use these.

@@ -235,13 +235,11 @@ class World:
             self.record.add(AttemptRecord(failure, self.committed if self.committed else -1))
         return decide(self.record.history, max_restarts=MAX_RESTARTS, stop_requested=False, max_network_retries=8)
 
-    def _fail(self, kind: FailureKind, bad: set[int], fingerprint: str = "") -> None:
+    def _fail(self, kind: FailureKind, bad: set[int], signature: str = "") -> None:
         """An attempt has ended, on all nodes that are there."""
         if self.leader.phase not in (Phase.TRAINING, Phase.ENDING):
             return
-        decision = self._decide(
-            Failure(kind, f"node {bad}: {kind.value}", step=self.reached + 1, fingerprint=fingerprint)
-        )
+        decision = self._decide(Failure(kind, f"node {bad}: {kind.value}", step=self.reached + 1, signature=signature))
         if isinstance(decision, Stop):
             self._end_all(decision, bad)
             return
@@ -366,7 +364,7 @@ class World:
         """The user's, that comes again."""
         if self.leader.phase is Phase.TRAINING:
             self._count("deterministic")
-            self._fail(FailureKind.CRASHED, set(), fingerprint="ValueError|train.py:3|7")
+            self._fail(FailureKind.CRASHED, set(), signature="ValueError|train.py:3|7")
 
 
 @dataclass
@@ -515,13 +513,11 @@ class ElasticWorld(World):
             self.source.uniform(0.5, 60), lambda: self._end_step(step + 1) if attempt == self._attempt else None
         )  # fmt: skip
 
-    def _fail(self, kind: FailureKind, bad: set[int], fingerprint: str = "") -> None:
+    def _fail(self, kind: FailureKind, bad: set[int], signature: str = "") -> None:
         if not self._members:
             return
         self._members.clear()
-        decision = self._decide(
-            Failure(kind, f"node {bad}: {kind.value}", step=self.reached + 1, fingerprint=fingerprint)
-        )
+        decision = self._decide(Failure(kind, f"node {bad}: {kind.value}", step=self.reached + 1, signature=signature))
         if isinstance(decision, Stop):
             self._end_all(decision, bad)
         else:

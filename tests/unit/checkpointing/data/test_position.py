@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from checkpointing.data.dealing import StepLayout
-from checkpointing.data.position import EpochStart, OrderDigest, Position, check_order, fingerprint
+from checkpointing.data.position import EpochStart, OrderDigest, Position, check_order, data_digest
 from checkpointing.errors import CheckpointError
 from checkpointing.host.environment import ALLOW_CHANGES_ENV
 from checkpointing.process import rng
@@ -130,19 +130,19 @@ class Stream(IterableDataset[Any]):
         return iter(range(17))
 
 
-def test_the_fingerprint_tells_data_sets_apart() -> None:
+def test_the_digest_tells_data_sets_apart() -> None:
     from datasets import Dataset as Rows
 
     one = Rows.from_dict({"text": [f"row {n}" for n in range(50)]})
     same, other = Rows.from_dict({"text": [f"row {n}" for n in range(50)]}), one.select(range(49))
-    assert fingerprint(one) == fingerprint(same)
-    assert fingerprint(one) != fingerprint(other)
+    assert data_digest(one) == data_digest(same)
+    assert data_digest(one) != data_digest(other)
     # A transform may draw at random: rows are looked at as they are stored.
-    assert fingerprint(one.with_transform(lambda rows: {"x": [random.random() for _ in rows["text"]]})) == fingerprint(
+    assert data_digest(one.with_transform(lambda rows: {"x": [random.random() for _ in rows["text"]]})) == data_digest(
         one
     )
     tensors = [{"x": torch.arange(3) + n} for n in range(20)]
-    assert fingerprint(tensors) == fingerprint([dict(row) for row in tensors])
-    assert fingerprint(tensors) != fingerprint([{"x": row["x"] + 1} for row in tensors])
-    assert fingerprint(Stream()) is None
-    assert fingerprint([]) is None
+    assert data_digest(tensors) == data_digest([dict(row) for row in tensors])
+    assert data_digest(tensors) != data_digest([{"x": row["x"] + 1} for row in tensors])
+    assert data_digest(Stream()) is None
+    assert data_digest([]) is None

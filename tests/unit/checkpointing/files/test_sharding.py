@@ -70,7 +70,7 @@ def test_the_files_image_takes_the_ranks_part_in_place_of_the_stand_in(mesh: Any
     parts: sharding.Parts = {}
     stand_in, plain = sharding.stand_ins([sharded(mesh), torch.ones(3)], parts)
     image = FileImage("m", 44, tensors=[(0, bytes_of(stand_in.view(-1))), (32, bytes_of(plain))])
-    taken = sharding.take_over(image, parts)
+    taken = sharding.with_own_parts(image, parts)
     assert [offset for offset, _ in taken.tensors] == [32]
     (extent,) = taken.own
     assert extent.offset == 0 and torch.equal(extent.source.view(torch.float32), torch.arange(8.0))

@@ -31,7 +31,7 @@ class Module:
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[Module]:
     found: list[Module] = []
     monkeypatch.setattr(ddp_buckets, "ddp_modules", lambda _: found)
-    monkeypatch.setattr(ddp_buckets, "kind_of", lambda module: module.kind)
+    monkeypatch.setattr(ddp_buckets, "traits_of", lambda module: module.kind)
     monkeypatch.setattr(ddp_buckets, "current", lambda module: module.final)
     monkeypatch.setattr(ddp_buckets, "settle", lambda module: module.final)
 

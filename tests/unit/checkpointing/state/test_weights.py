@@ -15,7 +15,7 @@ from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.format.layout import ADAPTER_NAME, MASTER_NAME, MODEL_NAME
 from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.train_state import TrainState
-from checkpointing.state.weights import _copied_into, fill
+from checkpointing.state.weights import _copied_into, load_parts
 
 EXACT = torch.full((2, 2), 1 / 3)
 
@@ -43,7 +43,7 @@ class Zero(StateKind):
         pass
 
     def load_weights(self, point: LoadedCheckpoint, place: Any) -> dict[str, torch.Tensor]:
-        return fill(self.model, point)
+        return load_parts(self.model, point)
 
     def release(self) -> None:
         self.released = True

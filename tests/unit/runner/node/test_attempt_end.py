@@ -178,7 +178,7 @@ def test_precedence(end: Callable[[], Failure], kind: FailureKind, text: str) ->
 
 def test_a_reserved_status_without_a_stop_request_is_deterministic() -> None:
     """Twice in a row it ends the run, as any other error at the same step."""
-    assert failure_of(FAILED, [PREEMPTED], step=5).fingerprint
+    assert failure_of(FAILED, [PREEMPTED], step=5).signature
 
 
 @pytest.mark.parametrize(("count", "limit", "failed"), [(3, 3, True), (2, 3, False), (9, None, False)])

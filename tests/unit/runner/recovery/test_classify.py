@@ -146,18 +146,18 @@ def test_finished() -> None:
 
 
 def test_fingerprints_tell_steps_and_errors_apart() -> None:
-    def fingerprint(error: str, step: int) -> str:
-        return classify([RankEnd(0, 0, 1, error, "f.py:3")], finished=False, started_step=0, step=step).fingerprint
+    def signature(error: str, step: int) -> str:
+        return classify([RankEnd(0, 0, 1, error, "f.py:3")], finished=False, started_step=0, step=step).signature
 
-    assert fingerprint("ValueError: a", 3) == fingerprint("ValueError: b", 3)
-    assert fingerprint("ValueError: a", 3) != fingerprint("ValueError: a", 4)
-    assert fingerprint("ValueError: a", 3) != fingerprint("KeyError: a", 3)
+    assert signature("ValueError: a", 3) == signature("ValueError: b", 3)
+    assert signature("ValueError: a", 3) != signature("ValueError: a", 4)
+    assert signature("ValueError: a", 3) != signature("KeyError: a", 3)
 
 
 def test_an_error_that_names_a_network_library_is_told_from_a_lost_peer() -> None:
     """It was restarted ten times, as each time another rank might have been to blame."""
     end = RankEnd(0, 0, 1, "KeyError: 'gloo'", "f.py:3")
-    assert classify([end], finished=False, started_step=0, step=23).fingerprint != ""
+    assert classify([end], finished=False, started_step=0, step=23).signature != ""
     assert classify([end], finished=False, started_step=0, step=0).kind is K.BOOT
 
 
@@ -168,9 +168,9 @@ def test_what_would_be_passed_over_begins_after_the_snapshot() -> None:
 
 
 def test_a_broken_connection_may_break_again_at_the_same_step() -> None:
-    assert classify([RankEnd(0, 0, 1, PEER, "f.py:3")], finished=False, started_step=0, step=9).fingerprint == ""
+    assert classify([RankEnd(0, 0, 1, PEER, "f.py:3")], finished=False, started_step=0, step=9).signature == ""
     abort = RankEnd(0, 0, -6, last_words="c10::DistBackendError: NCCL error: remote process exited")
-    assert classify([abort], finished=False, started_step=0, step=9).fingerprint == ""
+    assert classify([abort], finished=False, started_step=0, step=9).signature == ""
 
 
 ABORTED = """Map: 100%
@@ -226,7 +226,7 @@ def test_a_bad_step_that_is_seen_later_is_the_same_failure() -> None:
         )
         for step in (12, 13)
     )
-    assert first.fingerprint == second.fingerprint != ""
+    assert first.signature == second.signature != ""
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_stop_unless_the_first_one_crashed(codes: tuple[int | None, int], kind
 @pytest.mark.parametrize(("exit_code", "repeats"), [(-9, False), (-15, False), (None, False), (-11, True), (3, True)])
 def test_only_the_programs_own_crash_has_a_fingerprint(exit_code: int | None, repeats: bool) -> None:
     failure = classify([RankEnd(0, 0, exit_code)], finished=False, started_step=0, step=7)
-    assert bool(failure.fingerprint) is repeats
+    assert bool(failure.signature) is repeats
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_only_the_programs_own_crash_has_a_fingerprint(exit_code: int | None, re
 )
 def test_a_kill_by_the_kernel_for_want_of_memory(exit_code: int, kills: int, kind: FailureKind) -> None:
     failure = classify([RankEnd(1, 0, exit_code)], finished=False, started_step=0, step=7, kernel_oom_kills=kills)
-    assert failure.kind is kind and not (failure.kind is K.OUT_OF_MEMORY and failure.fingerprint)
+    assert failure.kind is kind and not (failure.kind is K.OUT_OF_MEMORY and failure.signature)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def test_every_row_is_complete(kind: FailureKind) -> None:
 @pytest.mark.parametrize("kind", FailureKind)
 def test_every_class_ends_a_run_sooner_or_later_with_its_exit_code(kind: FailureKind) -> None:
     """For RESTART that is the code of the budget, here without any checkpoint."""
-    # The same step each time, and the fingerprint of a deterministic error for the classes that have one.
-    fingerprint = "print" if kind.rule.action is Action.SKIP else ""
-    failure = Failure(kind, "why", 0, 5, fingerprint)
+    # The same step each time, and the signature of a deterministic error for the classes that have one.
+    signature = "print" if kind.rule.action is Action.SKIP else ""
+    failure = Failure(kind, "why", 0, 5, signature)
     decisions = [decide_after(failure, times=times) for times in range(1, 5)]
     ends = [decision for decision in decisions if isinstance(decision, Stop)]
     if kind.rule.action is Action.CONTINUE:

@@ -10,8 +10,8 @@ from runner.recovery.policy import AttemptRecord, BatchDivision, Restart, Stop, 
 K = FailureKind
 
 
-def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str = "", step: int = 5) -> AttemptRecord:
-    return AttemptRecord(Failure(kind, "cause", 0, step, fingerprint), committed)
+def record(kind: FailureKind = K.CRASHED, committed: int = -1, signature: str = "", step: int = 5) -> AttemptRecord:
+    return AttemptRecord(Failure(kind, "cause", 0, step, signature), committed)
 
 
 def passing(kind: FailureKind) -> AttemptRecord:
@@ -38,7 +38,7 @@ def passing(kind: FailureKind) -> AttemptRecord:
         ([passing(K.BAD_NODE)], False, 1),
         ([passing(K.BAD_NODE)] * 2, False, ExitCode.BAD_NODE),
         # Bounded by what can be halved, not by the budget.
-        ([record(K.OUT_OF_MEMORY, fingerprint="a")] * 9, False, 0),
+        ([record(K.OUT_OF_MEMORY, signature="a")] * 9, False, 0),
         ([record(K.OUT_OF_MEMORY), record()], False, 1),
         ([record(K.NO_VALID_CHECKPOINT)], False, ExitCode.NO_VALID_CHECKPOINT),
         ([record(K.CRASHED)], False, 1),
@@ -62,8 +62,8 @@ def passing(kind: FailureKind) -> AttemptRecord:
         ([record(K.HUNG, 2, step=51), record(K.CRASHED, 4, step=51), record(K.HUNG, 6, step=51)], False, 1),
         ([record(K.HUNG, c, step=0) for c in (2, 4, 6)], False, 1),
         # The same error at the same step twice is deterministic; another one in between resets the count.
-        ([record(fingerprint="a"), record(fingerprint="a")], False, ExitCode.DETERMINISTIC),
-        ([record(fingerprint="a"), record(fingerprint="b")], False, 2),
+        ([record(signature="a"), record(signature="a")], False, ExitCode.DETERMINISTIC),
+        ([record(signature="a"), record(signature="b")], False, 2),
     ],
 )
 def test_decision(history: list[AttemptRecord], stop_requested: bool, expected: ExitCode | int) -> None:
@@ -119,7 +119,7 @@ def test_a_script_that_does_not_say_its_batch_is_halved_a_bounded_number_of_time
 
 
 def test_a_script_that_does_not_cut_its_batches_fails_as_any_other() -> None:
-    short = record(K.OUT_OF_MEMORY, fingerprint="a")
+    short = record(K.OUT_OF_MEMORY, signature="a")
     first = decide([short], max_restarts=3, stop_requested=False, can_cut=False)
     assert isinstance(first, Restart) and first.batch == BatchDivision() and first.reason == "cause"
     second = decide([short, short], max_restarts=3, stop_requested=False, can_cut=False)

@@ -130,7 +130,7 @@ def test_a_script_that_does_not_divide_its_batches_is_not_halved(tmp_path: Path)
 
 
 def test_steps_that_did_harm_twice_are_skipped(tmp_path: Path) -> None:
-    bad = ended(FailureKind.NON_FINITE, 9, fingerprint="NonFinite|10", window=(8, 10))
+    bad = ended(FailureKind.NON_FINITE, 9, signature="NonFinite|10", window=(8, 10))
     bench = Bench(tmp_path, bad, bad, FINISHED)
     assert bench.run() is ExitCode.DONE
     assert [spec.skipped for spec in bench.node.specs] == ["", "", "8-10"]
