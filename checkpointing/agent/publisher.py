@@ -21,8 +21,7 @@ from checkpointing.agent.events import (
 )
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, PortionEnded, Report, SharesWritten, progress_reporter, text_of
-from checkpointing.commit.commit_steps import CommitSteps, StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import CommitSteps, StagedFile, commit_snapshot
 from checkpointing.commit.reading import pieces_of
 from checkpointing.commit.replicated_save import ReplicatedCommit, ReplicatedSave, write_portion
 from checkpointing.commit.retention import Retention, steps_to_remove

@@ -14,7 +14,7 @@ from checkpointing.agent.publisher import Outcome, Publisher, committed_at
 from checkpointing.agent.reporting import Clock, Report, UploadEnded, text_of
 from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.commit.catalog import verify
-from checkpointing.commit.commit_steps import StagedFile
+from checkpointing.commit.protocol import StagedFile
 from checkpointing.commit.retention import Retention, steps_to_upload
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import InvalidCheckpoint

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing.commit.commit_steps import CommitSteps, StagedFile
+from checkpointing.commit.protocol import CommitSteps, StagedFile
 from checkpointing.commit.save_notes import OtherNodeFailed, SignsOfLife, await_note, await_reports, is_committed
 from checkpointing.format.digest import PART_BYTES, num_parts
 from checkpointing.format.manifest import FileEntry, SnapshotInfo

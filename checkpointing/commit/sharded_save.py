@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from checkpointing.commit.commit_steps import CommitSteps
+from checkpointing.commit.protocol import CommitSteps
 from checkpointing.commit.save_notes import OtherNodeFailed, SignsOfLife, await_note, await_reports, is_committed
 from checkpointing.errors import CommitFailed
 from checkpointing.format.digest import digest_buffer

@@ -21,9 +21,8 @@ from checkpointing.errors import CheckpointError
 from checkpointing.host.environment import LOCATION_ENV
 from checkpointing.host.heartbeat import Phase
 from checkpointing.host.shared_memory import SharedMemory
-from checkpointing.manager.heartbeat_writer import HeartbeatWriter
 from checkpointing.manager.options import Options
-from checkpointing.manager.reporter import Reporter
+from checkpointing.manager.reporter import HeartbeatWriter, Reporter
 from checkpointing.process import device
 from checkpointing.process.pinning import Pinning
 from checkpointing.process.ranks import Ranks

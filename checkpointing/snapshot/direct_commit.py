@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from checkpointing.agent.client import AgentClient
 from checkpointing.agent.events import CommitFailedEvent, Committed
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import FileImage, pieces

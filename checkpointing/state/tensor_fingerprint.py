@@ -17,7 +17,7 @@ K = TypeVar("K")
 _BLOCK_BYTES = 1 << 19
 # Numbers that are added in one go: few enough that no library uses several threads.
 _ROW = 4096
-_ONES = {kind: np.ones(_ROW, kind) for kind in (np.float32, np.float64)}
+_ONES: dict[Any, np.ndarray] = {kind: np.ones(_ROW, kind) for kind in (np.float32, np.float64)}
 FINITE_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -89,13 +89,14 @@ class SourceSum:
             return
         if source.device.type == "cpu":
             data: Any = source.numpy()
-            finite = _Finite(data, kind)
-            for begin in range(0, len(data), _BLOCK_BYTES):
-                end = min(begin + _BLOCK_BYTES, len(data))
-                self._sums.append(word_sum(memoryview(data[begin:end]), offset + begin))
-                finite.look(begin, end)
-            if not finite.so_far:
-                self._not_finite.append(address)
+            with np.errstate(all="ignore"):
+                finite = _Finite(data, kind)
+                for begin in range(0, len(data), _BLOCK_BYTES):
+                    end = min(begin + _BLOCK_BYTES, len(data))
+                    self._sums.append(word_sum(memoryview(data[begin:end]), offset + begin))
+                    finite.look(begin, end)
+                if not finite.are_all_finite():
+                    self._not_finite.append(address)
             return
         if kind is not None and source.storage_offset() % kind.itemsize == 0:
             whole_numbers = len(source) // kind.itemsize * kind.itemsize
@@ -172,9 +173,10 @@ def _infinite(norms: Sequence[tuple[K, torch.Tensor]]) -> list[K]:
 
 def _is_finite(data: torch.Tensor, kind: torch.dtype) -> bool:
     """Return whether bytes on the host hold finite numbers only."""
-    found = _Finite(data.reshape(-1).numpy(), kind)
-    found.look(0, data.numel())
-    return found.so_far
+    with np.errstate(all="ignore"):
+        found = _Finite(data.reshape(-1).numpy(), kind)
+        found.look(0, data.numel())
+        return found.are_all_finite()
 
 
 class _Finite:
@@ -183,13 +185,10 @@ class _Finite:
     Args:
         data: The bytes.
         kind: Type of the numbers; None where they may be anything.
-
-    Attributes:
-        so_far: Whether all numbers are finite that were looked at.
     """
 
     def __init__(self, data: np.ndarray, kind: torch.dtype | None) -> None:
-        self.so_far = True
+        self._are_short_finite = True
         self._width = kind.itemsize if kind is not None else 0
         self._values = self._bits = None
         if kind is None:
@@ -198,36 +197,39 @@ class _Finite:
         if numbers.ctypes.data % self._width:
             numbers = numbers.copy()
         if kind in (torch.float32, torch.float64):
-            self._values = numbers.view(np.float32 if kind is torch.float32 else np.float64)
+            values = self._values = numbers.view(np.float32 if kind is torch.float32 else np.float64)
+            self._ones = _ONES[values.dtype.type]
+            num_rows = len(values) // _ROW
+            self._rows, self._rest = values[: num_rows * _ROW].reshape(-1, _ROW), values[num_rows * _ROW :]
+            self._sums = np.zeros(num_rows, values.dtype)
         else:
             # Of shorter types, as integers: an exponent of ones is the greatest, with either sign.
             self._bits = numbers.view(np.int16), numbers.view(np.uint16)
             self._limit = 0x7F80 if kind is torch.bfloat16 else 0x7C00
 
     def look(self, begin: int, end: int) -> None:
-        """Look at the numbers between two places, in bytes, that are between two numbers."""
-        if not self.so_far or not self._width:
-            return
-        begin, end = begin // self._width, end // self._width
+        """Look at the numbers between two places, in bytes, that are between two rows, or at the end.
+
+        Must be called for all bytes, with numpy's warnings switched off.
+        """
         if self._values is not None:
-            # A sum is not finite if a number is not; one that overflows is looked at closely.
-            values = self._values[begin:end]
-            self.so_far = math.isfinite(_sum(values)) or bool(np.isfinite(values).all())
-        elif self._bits is not None:
-            signed, unsigned = (bits[begin:end] for bits in self._bits)
-            self.so_far = bool(
+            # Sums of rows, quicker than numpy adds: as products with ones.
+            rows = slice(begin // self._width // _ROW, end // self._width // _ROW)
+            np.vecdot(self._rows[rows], self._ones, out=self._sums[rows])
+        elif self._bits is not None and self._are_short_finite:
+            signed, unsigned = (bits[begin // self._width : end // self._width] for bits in self._bits)
+            self._are_short_finite = bool(
                 np.maximum.reduce(signed, initial=0) < self._limit
                 and np.maximum.reduce(unsigned, initial=0) < self._limit + 0x8000
             )
 
-
-def _sum(values: np.ndarray) -> float:
-    """Return about the sum of numbers, quicker than numpy adds: as products with ones."""
-    ones = _ONES[values.dtype.type]
-    whole = len(values) // _ROW * _ROW
-    with np.errstate(all="ignore"):
-        found = float(np.add.reduce(np.vecdot(values[:whole].reshape(-1, _ROW), ones))) if whole else 0.0
-        return found + float(np.vecdot(values[whole:], ones[: len(values) - whole]))
+    def are_all_finite(self) -> bool:
+        """Return whether all numbers are finite, once they were looked at."""
+        if self._values is None:
+            return self._are_short_finite
+        # A sum is not finite if a number is not; one that overflows is looked at closely.
+        total = float(np.add.reduce(self._sums)) + float(np.vecdot(self._rest, self._ones[: len(self._rest)]))
+        return math.isfinite(total) or bool(np.isfinite(self._values).all())
 
 
 def _runs(extent: Extent) -> list[tuple[int, int]]:

@@ -18,8 +18,7 @@ from chaos.object_model import ObjectModel
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.reading import read_private
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers

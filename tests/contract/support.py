@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.replicated_save import ReplicatedCommit, ReplicatedSave, write_portion
 from checkpointing.commit.sharded_save import ShardedCommit, ShardedSave, write_shards
 from checkpointing.format.digest import digest_buffer

@@ -11,8 +11,7 @@ import pytest
 from contract.support import assert_is_what_was_written, commit_split, commit_together, leftovers
 
 from checkpointing.commit.catalog import Catalog, verify
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.reading import read_private
 from checkpointing.errors import CheckpointError, CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.format.digest import digest_buffer

@@ -9,8 +9,7 @@ import torch
 
 from checkpointing.agent.client import Offered, OfferedSnapshot
 from checkpointing.agent.events import Event
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.files.file_images import FileImage, blob_image, pieces
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from safetensors.torch import save
 
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import Manifest, SnapshotInfo
 from checkpointing.format.shard_index import (

@@ -17,8 +17,7 @@ from library.measuring import peak_of_processes, scratch_folder
 from library.orders import order
 from library.workers import ENVIRONMENT, TORCHRUN, free_port, results_in, started
 
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.format.digest import PART_BYTES, digest_buffer, digest_of_parts, part_digests
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import (

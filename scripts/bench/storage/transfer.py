@@ -14,8 +14,7 @@ from botocore.config import Config
 from library.measuring import Peak, own_anonymous_bytes, touch_memory
 from library.orders import carry_out
 
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.host.shared_memory import SharedMemory, round_up

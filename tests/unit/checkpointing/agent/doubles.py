@@ -15,8 +15,7 @@ from checkpointing.agent.resumption import Resumption
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
 from checkpointing.agent.writer import Writer
 from checkpointing.agent.writers import Writers
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers
 from checkpointing.format.digest import digest_buffer

@@ -8,8 +8,7 @@ import pytest
 from unit.checkpointing.agent.doubles import Store, save
 
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.errors import CommitConflict, CommitFailed, InvalidCheckpoint
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import SnapshotInfo

@@ -13,8 +13,7 @@ from chaos.stores import MemoryObjects
 
 from checkpointing.commit import replicated_save as split
 from checkpointing.commit.catalog import Catalog
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.replicated_save import (
     LEAST_BYTES,
     MOST_PARTS,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.agent.writer import Writer
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers, open_tiers
 from checkpointing.errors import Fenced, InvalidCheckpoint

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.format.digest import RunningDigest, digesting
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.manager.node_services import location_notice

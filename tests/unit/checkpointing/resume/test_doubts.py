@@ -12,8 +12,7 @@ from helpers.small_checkpoint import Agent, write_checkpoint
 from unit.checkpointing.resume.test_agreement import TRAINING, chosen
 
 from checkpointing.commit.catalog import verify
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.format.digest import digest_buffer

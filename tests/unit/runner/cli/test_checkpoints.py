@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.command_line import run_command
 
-from checkpointing.commit.commit_steps import StagedFile
-from checkpointing.commit.protocol import commit_snapshot
+from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.tiers import TrainingStage
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import SnapshotInfo

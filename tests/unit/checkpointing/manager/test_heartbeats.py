@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from checkpointing.host.heartbeat import ControlPage, Phase
-from checkpointing.manager import heartbeat_writer
-from checkpointing.manager.heartbeat_writer import HeartbeatWriter
+from checkpointing.manager import reporter
+from checkpointing.manager.reporter import HeartbeatWriter
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(value=10.0)
-    monkeypatch.setattr(heartbeat_writer, "time", SimpleNamespace(monotonic=lambda: now.value))
-    monkeypatch.setattr(heartbeat_writer, "machine_clock", lambda: now.value)
+    monkeypatch.setattr(reporter, "time", SimpleNamespace(monotonic=lambda: now.value))
+    monkeypatch.setattr(reporter, "machine_clock", lambda: now.value)
     return now
 
 
