@@ -25,7 +25,7 @@ from runner.lease.leadership import Inherited, LeaderChoice, Takeover, take_over
 from runner.lease.lease import Lease, LeaseRecord
 from runner.ranks.output import drain_streams
 from runner.session import preflight
-from runner.session.admission import check_own_machine
+from runner.session.bad_machines import check_own_machine
 from runner.session.identity import between_nodes, identify
 from runner.session.session import Session
 from runner.supervisor.follower import Follower

@@ -47,7 +47,7 @@ class Fencer:
 
     Attributes:
         current: The newest attempt's begin.
-        commits: Whether this node is the one that writes; otherwise it only looks up the newest checkpoint. The nodes
+        commits: Whether this node is the one that commits; otherwise it only looks up the newest checkpoint. The nodes
             of a run may take turns in that, when an attempt begins.
     """
 

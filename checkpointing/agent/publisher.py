@@ -92,7 +92,7 @@ class Publisher:
 
     @property
     def commits(self) -> bool:
-        """Whether this node is the one that writes."""
+        """Whether this node is the one that commits."""
         return self._fencer.commits
 
     def begin_sharded(self, arena: Arena, save: ShardedSave) -> ShardedCommit:

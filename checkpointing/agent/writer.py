@@ -103,7 +103,7 @@ class Writer:
         Args:
             tiers: The stage's tiers.
             report: Takes results, from any thread.
-            commits: Whether this node's agent is the one that writes.
+            commits: Whether this node's agent is the one that commits.
             local_retention: What the local tier keeps.
             clock: Seconds.
             spawn: Starts a thread for a call that is made once.

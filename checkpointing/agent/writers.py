@@ -27,7 +27,7 @@ class Writers:
             tiers: Where the run keeps its checkpoints.
             report: Takes the workers' results; those of later stages are stamped.
             make: Creates a worker, which commits or does not.
-            commits: Whether this node is the one that writes.
+            commits: Whether this node is the one that commits.
         """
         self._tiers, self._report, self._make, self._commits = tiers, report, make, commits
         self._workers = {FIRST_STAGE.name: make(tiers, report, commits)}
@@ -36,7 +36,7 @@ class Writers:
 
     @property
     def commits(self) -> bool:
-        """Whether this node is the one that writes; the agents of other nodes hold snapshots only."""
+        """Whether this node is the one that commits; the others write their parts of what it commits."""
         return self._commits
 
     @commits.setter

@@ -9,7 +9,7 @@ from runner.errors import ExitCode, UsageError
 from runner.peers.auth import ensure_secret
 from runner.peers.link import Leader
 from runner.peers.messages import MAX_REASON, Finish, Hello, ToLeader
-from runner.session.admission import Exclusion
+from runner.session.bad_machines import Exclusion
 from runner.session.identity import JobIdentity, differences, summarised
 from runner.session.session import Session
 

@@ -1,1 +1,1 @@
-"""The ranks of this node as seen from outside: messages, output, progress, stacks."""
+"""The ranks of this node as seen from outside: messages, output, progress."""

@@ -179,7 +179,8 @@ class FailureKind(Enum):
     )
     BAD_NODE = Rule(
         "bad node",
-        known_by="the error's text: ECC errors, a lost GPU, a driver that does not work",
+        known_by="the error's text: ECC errors, a lost GPU, a driver that does not work; memory that changed twice "
+        "under a snapshot; ranks that survive SIGKILL; in an elastic run, ranks that stay slow",
         response="end the run here; start it on another node",
         action=Action.GIVE_UP,
         exit_code=ExitCode.BAD_NODE,

@@ -6,20 +6,13 @@ They are enough, their ranks can share the samples of a step, and their machines
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from checkpointing.agent.events import BatchShape
 from checkpointing.commit.catalog import Catalog
-from checkpointing.errors import CheckpointError
-from checkpointing.host.threads import in_background
-from checkpointing.storage.sidecars import Sidecars
 from runner.config.schema import Config, LaunchConfig
-from runner.errors import BadMachineError, UsageError
-from runner.recovery.bad_machines import BadMachine, add_bad_machines, read_bad_machines, refusal, this_machine
-from runner.recovery.failure import Failure
+from runner.errors import UsageError
 from runner.recovery.policy import BatchDivision
 from runner.recovery.restart_state import RestartState
 from runner.session.identity import JobIdentity
@@ -28,8 +21,6 @@ from runner.session.identity import JobIdentity
 _RETURN_S = 30.0
 # A node that has lost its leader looks for the next one every second.
 _FOLLOW_S = 5.0
-# For storage; what is not recorded then is remembered until this runner ends.
-_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -265,62 +256,3 @@ def check_shares(samples: int, *world_sizes: int, model_ranks: int = 1) -> None:
         f"a step of this run has {samples} samples, which {world_sizes[-1]} ranks cannot share equally; start "
         f"{fitting} ranks in all (--nproc-per-node, --nnodes), or begin again in another --output-dir"
     )
-
-
-class Exclusion:
-    """The bad machines of a run, as its leader knows them; `load` reads those of earlier sessions."""
-
-    def __init__(self, config: Config, clock: Callable[[], float]) -> None:
-        self._clock, self._sidecars, self._hours = clock, config.tiers.durable.sidecars, config.restart.exclude_hours
-        self._bad: list[BadMachine] = []
-        # By node rank, of the nodes that have connected.
-        self._machines: dict[int, str] = {config.launch.node_rank: this_machine()}
-
-    def load(self) -> None:
-        """Read what earlier sessions have recorded; what cannot be read excludes nobody."""
-        with contextlib.suppress(OSError, CheckpointError):
-            self._bad = read_bad_machines(self._sidecars, self._clock())
-
-    def meet(self, node_rank: int, machine: str) -> None:
-        """Take in on which machine a node is."""
-        self._machines[node_rank] = machine
-
-    def refusal(self, machine: str) -> str | None:
-        """Return why a machine is not admitted; None if it is."""
-        return refusal(self._bad, machine, self._clock()) if self._hours else None
-
-    def exclude(self, failures: Mapping[int, Failure]) -> None:
-        """Record the machines of nodes whose hardware has failed: by node rank, how an attempt ended there."""
-        now = self._clock()
-        machines = list(self._machines.values())
-        bad = [
-            BadMachine.for_hours(self._hours, machine, failure.cause, now)
-            for number, failure in failures.items()
-            # Several nodes on one machine look the same, and one of them may be sound.
-            if (machine := self._machines.get(number, "")) and machines.count(machine) == 1
-        ]
-        if not bad or not self._hours:
-            return
-        self._bad += bad
-        _remember(self._sidecars, bad, now)
-
-
-def exclude_own_machine(config: Config, cause: str, now: float) -> None:
-    """Record that this machine is not to be used, because of a fault that nobody else can report."""
-    hours, machine = config.restart.exclude_hours, this_machine()
-    if hours and machine:
-        _remember(config.tiers.durable.sidecars, [BadMachine.for_hours(hours, machine, cause, now)], now)
-
-
-def _remember(sidecars: Sidecars, bad: Sequence[BadMachine], now: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        in_background(lambda: add_bad_machines(sidecars, bad, now), "bad-machines").exception(_PATIENCE_S)
-
-
-def check_own_machine(config: Config, now: float) -> None:
-    """Check that this machine may be used in a run of several nodes; BadMachineError if its hardware failed there."""
-    if config.launch.nnodes == 1 or not config.restart.exclude_hours:
-        return
-    why = refusal(read_bad_machines(config.tiers.durable.sidecars, now), this_machine(), now)
-    if why is not None:
-        raise BadMachineError(why)

@@ -19,11 +19,11 @@ from runner.node.node import Node
 from runner.peers import messages
 from runner.peers.auth import configured_secret, read_secret
 from runner.peers.link import Member
-from runner.recovery.bad_machines import this_machine
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import Stop
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
+from runner.session.bad_machines import this_machine
 from runner.session.identity import JobIdentity, key_of
 from runner.session.session import Session
 from runner.supervisor.run_record import end_of_error, ended, finished_job

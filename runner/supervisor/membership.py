@@ -20,7 +20,8 @@ from runner.recovery.failure import Failure, combine
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import Stop, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
-from runner.session.admission import Exclusion, Limits, Seen, admit
+from runner.session.admission import Limits, Seen, admit
+from runner.session.bad_machines import Exclusion
 from runner.session.identity import JobIdentity
 from runner.session.session import Session
 from runner.supervisor.node_changes import NodeChanges, listed

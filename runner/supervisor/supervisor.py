@@ -24,7 +24,8 @@ from runner.peers.link import Leader
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import Action, FailureKind
 from runner.recovery.policy import BatchDivision, Restart, Stop, backoff_s, decide, end_of_node
-from runner.session.admission import Limits, StepSamples, counts_samples, exclude_own_machine, samples_per_step
+from runner.session.admission import Limits, StepSamples, counts_samples, samples_per_step
+from runner.session.bad_machines import exclude_own_machine
 from runner.session.identity import JobIdentity
 from runner.session.session import Session
 from runner.supervisor.membership import Membership

@@ -14,7 +14,7 @@ from runner.peers.messages import Finish, Hello
 from runner.peers.port import listen, refusal
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.session.admission import Exclusion
+from runner.session.bad_machines import Exclusion
 from runner.session.identity import JobIdentity
 
 OURS = JobIdentity({"job": "the configured job", "trainer.learning_rate": 1e-4})

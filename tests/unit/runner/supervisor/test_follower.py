@@ -30,9 +30,9 @@ from runner.peers.messages import (
     Welcome,
 )
 from runner.ranks.watch import RankEvents
-from runner.recovery.bad_machines import this_machine
 from runner.recovery.kinds import FailureKind
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
+from runner.session.bad_machines import this_machine
 from runner.session.identity import JobIdentity, key_of
 from runner.supervisor.follower import _STOP_PATIENCE_S, Follower
 

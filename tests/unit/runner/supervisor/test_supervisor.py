@@ -21,11 +21,11 @@ from runner.journal.events import AttemptEnded, Backoff, RunEnded, StepsSkipped
 from runner.lease.lease import Lease, LeaseRecord, newest_lease, take
 from runner.node import health_check
 from runner.peers.messages import Finish
-from runner.recovery.bad_machines import read_bad_machines
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, Restart, Stop
 from runner.recovery.restart_state import RestartState
+from runner.session.bad_machines import read_bad_machines
 from runner.session.identity import JobIdentity, key_of
 from runner.supervisor.supervisor import Supervisor, make_node, retry
 
