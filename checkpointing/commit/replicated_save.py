@@ -126,11 +126,12 @@ def write_portion(
     if not files:
         return True
     transaction = storage.begin(info.step, info.attempt, save.identity, joins=True)
-    begun = transaction.read_note(_BEGUN)
-    if begun is None:
-        if is_committed(storage, info):
-            return True
-        begun = await_note(transaction, _BEGUN, BEGIN_PATIENCE_S, clock, sleep, is_wanted)
+
+    def may_begin() -> bool:
+        # Where the node that commits writes alone, it may be done before this one has looked.
+        return is_wanted() and not is_committed(storage, info)
+
+    begun = await_note(transaction, _BEGUN, BEGIN_PATIENCE_S, clock, sleep, may_begin)
     if begun is None:
         return is_committed(storage, info) or not is_wanted()
     tokens: dict[str, str] = json.loads(begun)["files"]

@@ -250,6 +250,20 @@ def test_a_node_that_writes_alone_lets_the_others_go_on(storage: Storage) -> Non
     Catalog(storage).verify(7)
 
 
+def test_a_save_that_is_over_is_not_waited_for(storage: Storage) -> None:
+    """A node that writes alone may be done before another one has looked: that one waited for 20 s."""
+    slept = list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            commit(storage, ReplicatedCommit(ReplicatedSave("ab", 0, 2, ("model",)), []))
+
+    own = ReplicatedSave("ab", 1, 2, ("model",))
+    assert write_portion(storage, INFO, own, [whole()], clock=lambda: sum(slept), sleep=sleep)
+    assert len(slept) == 1
+
+
 def test_a_node_that_finds_no_save_says_so(storage: Storage) -> None:
     times = iter(range(100))
     storage.begin_attempt(1)
