@@ -169,9 +169,6 @@ class Agent:
                 self._attempt.control.stop_requested = True
                 self._workers.hurry(True)
             case "end_attempt":
-                # Ranks that have died may have left messages unread; they come before the answer.
-                for rank, unread in self._connections.unread_of_ranks():
-                    self._handle(rank, unread)
                 self._end_attempt()
                 self._connections.send(client, {"event": protocol.ATTEMPT_OVER})
             case "restart_state":
@@ -207,6 +204,9 @@ class Agent:
         self._scheduler.is_ending = True
 
     def _end_attempt(self) -> None:
+        # Ranks that have died may have left messages unread, also where a signal has said so first.
+        for rank, unread in self._connections.unread_of_ranks():
+            self._handle(rank, unread)
         self._attempt.end()
         self._answer_waiting()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from unit.checkpointing.agent.doubles import Store, UnthreadedWorker, save
@@ -109,6 +110,10 @@ def acquire(rank: Peer, step: int, number: int = 1, wait: bool = False) -> list[
 
 
 def stage(rank: Peer, step: int, arena: int, commit: bool = True, receives: bool = False) -> list[Message]:
+    return rank.say("staged", **staged(step, arena, commit, receives))
+
+
+def staged(step: int, arena: int, commit: bool = True, receives: bool = False) -> Message:
     retention = {"keep_last": 2, "keep_every": None, "best_metric": None, "greater_is_better": False}
     details = {
         "world_size": 1,
@@ -118,7 +123,7 @@ def stage(rank: Peer, step: int, arena: int, commit: bool = True, receives: bool
         "commit": commit,
         "receives": receives,
     }
-    return rank.say("staged", step=step, arena=arena, files=[("file", 0, 5)], **details)
+    return {"step": step, "arena": arena, "files": [("file", 0, 5)], **details}
 
 
 def test_a_copy_of_another_nodes_shard_is_received_by_a_rank_of_this_attempt(desk: Desk) -> None:
@@ -290,6 +295,28 @@ def test_the_agent_ends_when_the_newest_snapshot_is_committed(how: str, desk: De
         monitor.say("shutdown")
     else:
         monitor.hang_up()
+    desk.serve()
+    assert desk.agent.run() is True
+    assert desk.committed == [5]
+
+
+def test_what_a_rank_said_before_it_died_is_heard_although_the_signal_comes_first(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent's death is a signal, which came between two looks at the connections: its last save was dropped."""
+    rank = desk.rank()
+    acquire(rank, 5)
+    poll = desk.agent._connections.poll
+
+    def die(timeout_s: float | None) -> list[Any]:
+        found = list(poll(timeout_s))
+        monkeypatch.undo()
+        protocol.send(rank._sock, {"do": "staged", **staged(5, 0)})
+        rank._sock.close()
+        desk.agent.stop()
+        return found
+
+    monkeypatch.setattr(desk.agent._connections, "poll", die)
     desk.serve()
     assert desk.agent.run() is True
     assert desk.committed == [5]
