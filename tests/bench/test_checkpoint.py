@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
 from bench.support import all_finite, smoke
 from library.agent import MonitoredAgent
 
@@ -26,12 +27,14 @@ def test_an_agent_that_was_killed_is_closed_without_an_error(tmp_path: Path) -> 
         agent.kill()
 
 
+@pytest.mark.soak
 def test_only_resumes(tmp_path: Path) -> None:
     figures, output = smoke("checkpoint", tmp_path, "--smoke", "--resumes", "2")
     assert figures.keys() == {"ram_resume_speedup", "ram_resume_speedup_worst"} and all_finite(figures)
     assert output.count("resume from memory") == 2 and "blocked" not in output
 
 
+@pytest.mark.soak
 def test_every_stage(tmp_path: Path) -> None:
     pages = ["--docs", str(tmp_path)] if importlib.util.find_spec("matplotlib") else []
     figures, output = smoke("checkpoint", tmp_path, "--smoke", *pages)

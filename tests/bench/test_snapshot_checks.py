@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from bench.support import all_finite, smoke
 
 
+@pytest.mark.soak
 def test_every_stage(tmp_path: Path) -> None:
     figures, output = smoke("snapshot_checks", tmp_path, "--smoke", "--docs", str(tmp_path))
     assert figures.keys() == {

@@ -12,6 +12,7 @@ from storage.figures import figures_of, table_of
 pytestmark = [pytest.mark.xdist_group("radosgw"), needs("radosgw"), needs("rclone")]
 
 
+@pytest.mark.soak
 def test_every_stage(tmp_path: Path) -> None:
     figures, output = smoke("storage", tmp_path, "--smoke", "--scratch", str(tmp_path), "--docs", str(tmp_path))
     assert figures.keys() - {"slow_link_step_ratio"} == {

@@ -185,7 +185,10 @@ def test_a_bad_line_is_put_up_with(
 
 
 # Up, 10 MB may be in buffers when all is sent, and the answer comes when they are empty; down, all is one piece.
-@pytest.mark.parametrize(("way", "nbytes", "rate_bps"), [("up", 40 << 20, 2.5e6), ("down", 16 << 20, 5e5)])
+@pytest.mark.parametrize(
+    ("way", "nbytes", "rate_bps"),
+    [("up", 40 << 20, 2.5e6), pytest.param("down", 16 << 20, 5e5, marks=pytest.mark.soak)],
+)
 def test_a_slow_line_is_not_a_silent_one(
     way: str, nbytes: int, rate_bps: float, line: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,8 @@ pathlib.Path(f"digest-{rank}").write_text(digest.hexdigest())
 """
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(3), *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 8))])
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [3, 4, 8])
 def test_an_own_loop_that_is_killed_at_twelve_random_steps(ranks: int, tmp_path: Path) -> None:
     draw = random.Random(ranks)
     kills = {step: draw.randrange(ranks) for step in draw.sample(range(1, 60), 12)}

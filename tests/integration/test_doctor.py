@@ -66,6 +66,7 @@ def meeting() -> list[str]:
     return ["--nnodes", "2", *ALONE, "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
 
 
+@pytest.mark.soak
 def test_two_machines_meet(tmp_path: Path) -> None:
     """Two doctors at once, one rank each, over the rendezvous that the run will use."""
     options = [*meeting(), "--json"]

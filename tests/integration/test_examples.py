@@ -43,7 +43,10 @@ def kill_after_a_checkpoint(command: list[str], folder: Path) -> None:
     assert process.returncode == -9
 
 
-@pytest.mark.parametrize(("name", "limit"), [("hf_trainer.py", 3), ("loop.py", 6), ("lightning_trainer.py", 3)])
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("hf_trainer.py", 3), ("loop.py", 6), pytest.param("lightning_trainer.py", 3, marks=pytest.mark.soak)],
+)
 def test_few_lines_make_a_script_survive_sigkill(name: str, limit: int, tmp_path: Path) -> None:
     script = EXAMPLES / name
     assert 0 < len(re.findall(r"# added", script.read_text())) <= limit

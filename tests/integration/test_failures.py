@@ -401,6 +401,7 @@ def test_a_nan_that_comes_again_ends_a_run_that_may_skip_no_more(tmp_path: Path)
     assert max(event["step"] for event in run.events("committed")) < 12
 
 
+@pytest.mark.soak
 def test_a_spike_that_comes_again_is_passed_over(tmp_path: Path) -> None:
     """On one rank alone; the other sees it in the mean of all. What comes once only leaves no trace."""
     trouble = """

@@ -119,6 +119,7 @@ def test_what_ranks_are_forked_from_leaves_the_driver_alone(tmp_path: Path) -> N
     assert [9, 0] in found["answers"] and "NVIDIA H200" in found["answers"]
 
 
+@pytest.mark.soak
 def test_without_the_variable_that_the_runner_sets_the_driver_would_be_started(tmp_path: Path) -> None:
     """The test of the test above."""
     assert "_cuda_getDeviceCount" in {name for name, _ in preload(tmp_path)["starts"]}

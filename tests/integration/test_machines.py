@@ -269,6 +269,7 @@ while True:
 """
 
 
+@pytest.mark.soak
 def test_strangers_neither_stop_nor_grow_a_run(wire: None, calm: Run, tmp_path: Path) -> None:
     machines = pair(tmp_path, crawl=10)
     start(machines)

@@ -60,6 +60,7 @@ def test_each_method_ends_as_if_nothing_had_happened(method: str, tmp_path: Path
     assert losses(told[0]) == losses(told[1]) and len(losses(told[0])) == 6
 
 
+@pytest.mark.soak
 def test_an_adapter_is_saved_without_its_base_and_refuses_another(tmp_path: Path) -> None:
     run = job(tmp_path / "run", *LORA).start()
     assert run.finish() == 0, run.output

@@ -42,7 +42,7 @@ manager.close()
 """
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [0, 1, pytest.param(3, marks=pytest.mark.soak)])
 def test_one_step_with_infinite_gradients(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP)
     options = [f"--nproc-per-node={ranks}", "--output-dir=run", "--max-restarts=4"]

@@ -256,7 +256,7 @@ COMPILED = [
     ("method", "further"),
     [
         ("lora", []),
-        ("qlora", []),
+        pytest.param("qlora", [], marks=pytest.mark.soak),
         pytest.param("lora", ["trainer.gradient_checkpointing=true"], marks=pytest.mark.soak),
         pytest.param("lora", COMPILED, marks=pytest.mark.soak),
     ],

@@ -433,7 +433,8 @@ if rank == "0":
 """
 
 
-@pytest.mark.parametrize("flips", [pytest.param("whole", marks=pytest.mark.soak), "flipped"])
+@pytest.mark.soak
+@pytest.mark.parametrize("flips", ["whole", "flipped"])
 def test_ranks_of_a_node_verify_a_share_of_what_they_see_together(flips: str, tmp_path: Path) -> None:
     path = tmp_path / "large.py"
     path.write_text(LARGE)

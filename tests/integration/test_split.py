@@ -54,7 +54,7 @@ def two_nodes(folder: Path, location: str, **of_the_second: str) -> list[Run]:
     return [runs[0].start(), runs[1].start(**of_the_second)]
 
 
-@pytest.mark.process
+@pytest.mark.soak
 def test_on_a_shared_disk(tmp_path: Path) -> None:
     location = tmp_path / "checkpoints"
     nodes = two_nodes(tmp_path, str(location))
