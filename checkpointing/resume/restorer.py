@@ -17,7 +17,6 @@ from checkpointing.commit.retention import Retention, best_first
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.files.sharding import has_sharded
 from checkpointing.format.layout import OPTIMIZER_NAME
 from checkpointing.host.environment import rank_settings
 from checkpointing.process import rng
@@ -201,7 +200,8 @@ def restore_generators(point: LoadedCheckpoint, rank: int, world_size: int) -> N
 def placer(train_state: TrainState, ranks: Ranks) -> Callable[[Any], Any]:
     """Return what moves a state that all ranks have to the model's device, where each would have to copy all of it."""
     model, optimizer = train_state.model, train_state.optimizer
-    if model is None or has_sharded(model) or not isinstance(optimizer, torch.optim.Optimizer):
+    # A stage's tensors are its own, although they are not sharded.
+    if model is None or train_state.kind.is_cut or not isinstance(optimizer, torch.optim.Optimizer):
         return lambda state: state
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if not ranks.can_share_copies(device):

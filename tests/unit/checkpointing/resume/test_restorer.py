@@ -19,7 +19,8 @@ from checkpointing.format.layout import MODEL_NAME, OPTIMIZER_NAME
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.process.ranks import Ranks
 from checkpointing.resume import verified_read
-from checkpointing.resume.restorer import Restorer, check_nothing_in_the_way, restore_generators
+from checkpointing.resume.restorer import Restorer, check_nothing_in_the_way, placer, restore_generators
+from checkpointing.state.kinds.pipeline import PipelineState
 from checkpointing.state.train_state import TrainState
 
 
@@ -194,3 +195,15 @@ def test_another_writers_checkpoints_are_not_overwritten(tmp_path: Path) -> None
     check_nothing_in_the_way(open_tiers(str(tmp_path)), 20)
     with pytest.raises(CheckpointError, match=r"not written \(checkpoint-20\): they are left as they are"):
         check_nothing_in_the_way(open_tiers(str(tmp_path)), 10)
+
+
+@pytest.mark.parametrize("is_stage", [False, True])
+def test_only_what_all_ranks_load_alike_is_shared_out(is_stage: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank sends a part of what it has loaded, by its place: a stage would get another one's moments."""
+    monkeypatch.setattr(Ranks, "can_share_copies", lambda *_: True)
+    monkeypatch.setattr(Ranks, "to_device", lambda *_: "shared out")
+    model, state = blank()
+    if is_stage:
+        kind = PipelineState(model, state.optimizer, Ranks())
+        state = TrainState(model, state.optimizer, held_as=kind)
+    assert placer(state, Ranks())("own") == ("own" if is_stage else "shared out")
