@@ -211,6 +211,8 @@ class Publisher:
     ) -> SharesWritten | CommitFailedEvent | PortionEnded:
         """Write this node's part of a snapshot that another node commits."""
         assert arena.info is not None
+        if isinstance(save, ReplicatedSave) and not self._meetings.are_hopeful(arena.info.attempt):
+            return PortionEnded()
         self._fencer.wait_until_answered()
         try:
             if isinstance(save, ReplicatedSave):
@@ -230,8 +232,6 @@ class Publisher:
 
     def _write_portion(self, arena: Arena, info: SnapshotInfo, save: ReplicatedSave) -> None:
         durable, held = self._tiers.durable, _files_of(arena, save)
-        if not self._meetings.are_hopeful(info.attempt):
-            return
         own = sum(len(file.part(save.portion(len(file.data)))) for file in held)
         durable.watch(progress_reporter("upload", info.step, own, self._report, self._clock))
 

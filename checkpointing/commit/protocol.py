@@ -71,18 +71,19 @@ class CommitSteps:
         """
         return transaction.write(file.name, file.pieces, file.nbytes)
 
-    def complete(self, transaction: Transaction, own: Iterable[str]) -> list[FileEntry]:
-        """Wait until the other nodes have written; return the files that this node did not write.
+    def complete(self, transaction: Transaction, own: Callable[[], list[FileEntry]]) -> list[FileEntry]:
+        """Wait until the other nodes have written; return all files of the checkpoint.
 
         Args:
             transaction: The save.
-            own: Names of those that it did.
+            own: Returns the files that this node has written, whose memory is compared for that: before a wait for what
+                others write, but after all that this node still writes from it.
 
         Raises:
             OSError: Storage refused.
             CommitFailed: Another node has not written.
         """
-        return []
+        return own()
 
     def abandon(self) -> None:
         """Remove what was begun, where the commit was not reached."""
@@ -122,9 +123,10 @@ def commit_snapshot(
     try:
         transaction = save.begin(storage, info)
         sizes = _write_all(functools.partial(save.write, transaction), files, at_once)
-        others = save.complete(transaction, [file.name for file in files])
-        entries = [FileEntry(file.name, size, file.digest()) for file, size in zip(files, sizes, strict=True)]
-        entries += others
+        entries = save.complete(
+            transaction,
+            lambda: [FileEntry(file.name, size, file.digest()) for file, size in zip(files, sizes, strict=True)],
+        )
         manifest = Manifest(**asdict(info), created_at=time.time(), files=tuple(entries))
         if not may_publish():
             raise CommitFailed(f"checkpoint-{info.step} was found damaged in memory and is not published")

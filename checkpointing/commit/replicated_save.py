@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,18 +215,21 @@ class ReplicatedCommit(CommitSteps):
         transaction = storage.begin(info.step, info.attempt, self._save.identity)
         self._began = self._clock()
         try:
+            self._open(transaction)
+        except BaseException:
+            transaction.abort()
+            raise
+        return transaction
+
+    def _open(self, transaction: Transaction) -> None:
+        try:
             for name, file in self._files.items():
                 self._tokens[name] = transaction.open_split(name, len(file.data))
         except OSError as error:
             # A place may take files only from the first byte to the last.
             self._give_up(f"a file of several nodes could not be opened: {error.strerror or error}")
         tokens = self._tokens if self.gave_up is None else {}
-        try:
-            transaction.write_note(_BEGUN, json.dumps({"files": tokens}).encode())
-        except BaseException:
-            transaction.abort()
-            raise
-        return transaction
+        transaction.write_note(_BEGUN, json.dumps({"files": tokens}).encode())
 
     def _give_up(self, why: str) -> None:
         self.gave_up = self.gave_up or why
@@ -248,7 +251,7 @@ class ReplicatedCommit(CommitSteps):
         failpoint("split.written")
         return len(file.data)
 
-    def complete(self, transaction: Transaction, own: Iterable[str]) -> list[FileEntry]:
+    def complete(self, transaction: Transaction, own: Callable[[], list[FileEntry]]) -> list[FileEntry]:
         """Wait for the other nodes, and complete the files; write them alone where a node has failed."""
         reports = {self._save.node: self._receipts}
         if self.gave_up is None:
@@ -268,7 +271,7 @@ class ReplicatedCommit(CommitSteps):
         # In this order: another node that writes a note later finds that the first one is gone.
         transaction.withdraw([_BEGUN])
         transaction.withdraw([_note_of(node) for node in range(self._save.nodes)])
-        return []
+        return own()
 
     def _await_reports(self, transaction: Transaction, reports: dict[int, dict[str, list[Any]]]) -> None:
         """Wait for the receipts of each other node, by file, or give up."""

@@ -54,7 +54,7 @@ class OtherNodeFailed(Exception):
     def __init__(
         self, name: str, error: str | None = None, *, silent_s: float = 0, waited_s: float = 0, is_alone: bool = False
     ) -> None:
-        super().__init__(error or f"nothing from {name} for {waited_s:.0f} s")
+        super().__init__(error if error is not None else f"nothing from {name} for {waited_s:.0f} s")
         self.name, self.error = name, error
         self.silent_s, self.waited_s, self.is_alone = silent_s, waited_s, is_alone
 
@@ -95,7 +95,7 @@ def await_reports(
                 take(name, report)
             elif sign is not None and sign != signs.get(name):
                 signs[name], since = sign, clock()
-                if error := error_in(sign):
+                if (error := error_in(sign)) is not None:
                     raise OtherNodeFailed(name, error)
         if not lacking:
             return

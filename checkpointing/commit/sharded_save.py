@@ -13,7 +13,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -109,9 +109,11 @@ class ShardedCommit(CommitSteps):
             ) from error
         return transaction
 
-    def complete(self, transaction: Transaction, own: Iterable[str]) -> list[FileEntry]:
-        """Wait for the digests of the other nodes' shards; return these, with their digests' own files."""
-        names = [name for name in self._save.shards if name not in set(own)]
+    def complete(self, transaction: Transaction, own: Callable[[], list[FileEntry]]) -> list[FileEntry]:
+        """Wait for the digests of the other nodes' shards, which are files of the checkpoint, too."""
+        entries = own()
+        mine = {entry.name for entry in entries}
+        names = [name for name in self._save.shards if name not in mine]
         found: dict[str, tuple[ShardParts, bytes]] = {}
 
         def take(name: str, note: bytes) -> None:
@@ -127,7 +129,7 @@ class ShardedCommit(CommitSteps):
             raise CommitFailed(_missing(failed)) from None
         # They are not part of the checkpoint; one that comes later does no harm.
         transaction.withdraw([state_name(name) for name in names])
-        entries = [FileEntry(BEGUN_NAME, len(self._data), digest_buffer(self._data))]
+        entries.append(FileEntry(BEGUN_NAME, len(self._data), digest_buffer(self._data)))
         for name, (parts, note) in found.items():
             entries.append(FileEntry(name, parts.nbytes, parts.digest))
             entries.append(FileEntry(parts_name(name), len(note), digest_buffer(note)))

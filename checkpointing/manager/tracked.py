@@ -57,11 +57,12 @@ class Tracked:
                 self._hook_states = hooks_with_memory(model)
             model = unwrapped(model)
         kept = self._kept
-        if kept is None or not kept.is_of(model, optimizer):
+        if pipeline or kept is None or not kept.is_of(model, optimizer):
             found = kind_of(model, getattr(optimizer, "optimizer", optimizer), self._ranks, pipeline=pipeline)
             kept = self._kept = found if found.is_kept else None
-        if kept is not None:
-            model, optimizer = kept.model, kept.optimizer
+        if kept is not None and kept.optimizer is kept:
+            # It takes the optimizer's place.
+            model, optimizer = kept.model, kept
         self.state = TrainState(model, optimizer, scheduler, scaler, dict(states), adapter, kept)
         self.buckets.track([model, optimizer, *self.state.states.values()])
 

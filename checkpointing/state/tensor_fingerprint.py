@@ -229,7 +229,10 @@ class _Finite:
             return self._are_short_finite
         # A sum is not finite if a number is not; one that overflows is looked at closely.
         total = float(np.add.reduce(self._sums)) + float(np.vecdot(self._rest, self._ones[: len(self._rest)]))
-        return math.isfinite(total) or bool(np.isfinite(self._values).all())
+        if math.isfinite(total):
+            return True
+        blocks = range(0, len(self._values), _BLOCK_BYTES)
+        return all(np.isfinite(self._values[begin : begin + _BLOCK_BYTES]).all() for begin in blocks)
 
 
 def _runs(extent: Extent) -> list[tuple[int, int]]:

@@ -193,8 +193,10 @@ class CommitNotices:
 
 def outside_steps(trainer: Any) -> contextlib.AbstractContextManager[None]:
     """Note, while training, that no step runs; before and after training, do nothing."""
+    if not trainer.is_in_train:
+        return contextlib.nullcontext()
     manager: CheckpointManager = trainer._manager
-    return manager.outside_steps() if trainer.is_in_train else contextlib.nullcontext()
+    return manager.outside_steps()
 
 
 def watch_callbacks(trainer: Any) -> None:

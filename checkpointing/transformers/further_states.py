@@ -130,7 +130,7 @@ def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
     callbacks also numbers, strings and small containers of those. This finds the common cases, not all of them. What
     is saved is `covered`, by `id`.
     """
-    found: dict[str, str | None] = {}
+    found: dict[str, str] = {}
     saved = set(covered) | {id(trainer.model), id(trainer.model_wrapped)}
     for callback in trainer.callback_handler.callbacks:
         kind = type(callback)
@@ -139,15 +139,21 @@ def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
         own = not (kind.__module__ + ".").startswith(_KNOWN_PACKAGES)
         for name, value in vars(callback).items():
             if id(value) not in saved and (own or _holds_tensors(value)):
-                found[f"{kind.__name__}.{name}"] = _digest(value, simple=True)
+                _add(found, f"{kind.__name__}.{name}", value, simple=True)
     for name, value in vars(trainer).items():
         # Private attributes are those of the Trainer's loop, and what matters of them is saved.
         if id(value) not in saved and not name.startswith("_"):
-            found[f"{type(trainer).__name__.removeprefix('Resilient')}.{name}"] = _digest(value, simple=False)
+            _add(found, f"{type(trainer).__name__.removeprefix('Resilient')}.{name}", value, simple=False)
     for number, state in enumerate(hook_states(trainer.model_wrapped)):
         for name, value in vars(state).items():
-            found[f"communication hook {number} ({type(state).__name__}).{name}"] = _digest(value, simple=True)
-    return {name: digest for name, digest in found.items() if digest is not None}
+            _add(found, f"communication hook {number} ({type(state).__name__}).{name}", value, simple=True)
+    return found
+
+
+def _add(found: dict[str, str], name: str, value: Any, *, simple: bool) -> None:
+    # Two callbacks of a class have the same names.
+    if (digest := _digest(value, simple=simple)) is not None:
+        found[name] = digest
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
@@ -165,22 +171,28 @@ def _holds_tensors(value: Any) -> bool:
 
 def _digest(value: Any, *, simple: bool) -> str | None:
     """Return the digest of an attribute; None if it is, or contains, something that is not compared."""
+    parts: Iterable[Any]
     if isinstance(value, torch.nn.Module):
         state = [tensor for tensor in value.state_dict().values() if isinstance(tensor, torch.Tensor)]
         half = _TENSORS_OF_A_MODULE // 2
-        parts: list[Any] = state if len(state) <= 2 * half else [*state[:half], *state[-half:]]
+        parts = state if len(state) <= 2 * half else [*state[:half], *state[-half:]]
     elif isinstance(value, torch.Generator):
         parts = [value.get_state()]
     elif isinstance(value, torch.Tensor) or (simple and isinstance(value, (*_SIMPLE, list, tuple, dict, set))):
-        parts = list(_flat(value))
+        parts = _flat(value)
     else:
         return None
-    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-    others = ["a tensor" if isinstance(part, torch.Tensor) else part for part in parts]
-    if not all(isinstance(part, (*_SIMPLE, type(None))) for part in others):
-        return None
-    flat = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel())
-    return hashlib.blake2b(f"{others} {fingerprint(flat).tolist()}".encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(digest_size=8)
+    # One after the other: a container may be large, or hold itself behind what is not compared.
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            flat = [part.detach().contiguous().reshape(-1).view(torch.uint8)] if part.numel() else []
+            digest.update(repr(fingerprint(flat).tolist()).encode())
+        elif isinstance(part, (*_SIMPLE, type(None))):
+            digest.update(repr(part).encode() + b",")
+        else:
+            return None
+    return digest.hexdigest()
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -72,7 +72,8 @@ def validate(options: dict[str, Any], source_of: Callable[[str], str]) -> dict[s
         UsageError: A name is unknown or reserved, or a value has the wrong type. The text names source, key, value and
             what is allowed.
     """
-    known = fields()
+    # A script's own job has none, and need not have the packages that say which there are.
+    known = fields() if options else {}
     checked = {}
     for name, value in options.items():
         source = source_of(f"trainer.{name}")

@@ -1,6 +1,6 @@
 """The secret of a run, mutual authentication of two nodes that know it, and a code on each line that they exchange.
 
-Only the nodes of a run know its secret, so that nobody else can speak to them. Nothing here opens a socket.
+Only the nodes of a run know its secret, so that nobody else can speak to them. Nothing here speaks to another node.
 
 Each side proves that it knows the run's secret by answering the other's random number with a keyed hash (three-pass
 mutual authentication with a cryptographic check function, ISO/IEC 9798-4). The numbers also give each direction a key

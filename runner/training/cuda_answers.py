@@ -38,16 +38,20 @@ def answered_by_fork() -> Iterator[None]:
     properties, current = cuda.get_device_properties, cuda.current_device
     has_ended = False
 
-    @functools.cache
-    def answer() -> list[SimpleNamespace] | None:
-        try:
-            return _answer_of_fork(properties)
-        except OSError:
-            # No process can be started, or somebody else has waited for it.
-            return None
+    # None until the fork has answered: it asks the same itself, while torch initializes CUDA there.
+    answers: list[SimpleNamespace] | None = None
+    was_asked = False
 
     def answer_if_wanted() -> list[SimpleNamespace] | None:
-        return None if has_ended or torch.cuda.is_initialized() else answer()
+        nonlocal answers, was_asked
+        if has_ended or torch.cuda.is_initialized():
+            return None
+        if not was_asked:
+            was_asked = True
+            # No process can be started, or somebody else has waited for it.
+            with contextlib.suppress(OSError):
+                answers = _answer_of_fork(properties)
+        return answers
 
     @functools.wraps(properties)
     def get_device_properties(device: Any = None) -> Any:

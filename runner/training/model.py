@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
 from checkpointing.process import device
@@ -68,7 +69,7 @@ def build(
         return model, tokenizer
     tokenizer = trained_tokenizer(dataset, config.vocab_size, cache)
     torch.manual_seed(seed)
-    model_config = transformers.SmolLM3Config(
+    model_config = SmolLM3Config(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.eos_token_id,
@@ -77,7 +78,7 @@ def build(
         **config.config,
     )
     with torch.device("meta") if outline else contextlib.nullcontext():
-        model = transformers.SmolLM3ForCausalLM(model_config)
+        model = SmolLM3ForCausalLM(model_config)
     if mesh is not None:
         model = _reloaded(model, cache, options)
         torch.manual_seed(seed)

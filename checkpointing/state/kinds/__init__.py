@@ -14,7 +14,7 @@ from checkpointing.state.kinds.state_kind import StateKind, WholeState
 from checkpointing.state.kinds.zero import ZeroState
 
 # The first that matches; the last matches everything.
-KINDS: tuple[type[StateKind], ...] = (ZeroState, PipelineState, ShardedState, WholeState)
+KINDS: tuple[type[StateKind], ...] = (PipelineState, ZeroState, ShardedState, WholeState)
 
 
 def kind_of(model: Any, optimizer: Any, ranks: Ranks | None = None, *, pipeline: bool = False) -> StateKind:

@@ -24,6 +24,7 @@ from checkpointing.files.torch_files import torch_bytes
 from checkpointing.format.layout import OPTIONS_NAME
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.kinds.state_kind import StateKind
+from checkpointing.state.kinds.zero import is_engine
 from checkpointing.state.param_names import are_named, unnamed
 from checkpointing.state.weights import load_parts
 
@@ -72,6 +73,9 @@ class PipelineState(StateKind):
 
     def __init__(self, model: Any, optimizer: Any, ranks: Ranks) -> None:
         super().__init__(model, optimizer, ranks)
+        if is_engine(model) or not isinstance(model, torch.nn.Module):
+            # On all ranks: none waits for another.
+            raise CheckpointError(f"pipeline: model is a {type(model).__name__}; give the module of this rank's stage")
         state = {name: value for name, value in model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
         names = {id(value): name for name, value in model.named_parameters()}
         error = _unsupported(state, optimizer, names)

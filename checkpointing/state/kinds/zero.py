@@ -98,7 +98,7 @@ class ZeroState(StateKind):
 
     def is_of(self, model: Any, optimizer: Any) -> bool:
         """Return whether it is that of this engine."""
-        return model is self.engine or optimizer is self
+        return model is self.engine or (optimizer is self and not is_engine(model))
 
     @property
     def base_optimizer(self) -> Any:

@@ -21,7 +21,7 @@ from checkpointing.commit.sharded_save import (
     ShardedSave,
     write_shards,
 )
-from checkpointing.errors import CommitFailed
+from checkpointing.errors import CommitFailed, DamagedMemory
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.format.shard_index import BEGUN_NAME, HeldFile, ShardParts, parts_name
@@ -33,6 +33,7 @@ INFO = SnapshotInfo("run", 1, 5, 2, 40)
 SAVE = ShardedSave("ab12", ("shards/0.bin", "shards/1.bin"))
 DATA = b"what rank 1 holds"
 PARTS = ShardParts.of(memoryview(DATA))
+OWN = FileEntry("shards/0.bin", len(DATA), digest_buffer(DATA))
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def await_shards(transaction: LocalTransaction, is_current: bool = True, time: T
     """What the node that commits does once it has written its own."""
     clocks = {"clock": time.clock, "sleep": time.sleep} if time is not None else {}
     commit = ShardedCommit(LocalStorage(Path()), INFO, SAVE, is_current=lambda: is_current, **clocks)  # type: ignore[arg-type]
-    return commit.complete(transaction, ["shards/0.bin", "shards/index.json"])
+    return commit.complete(transaction, lambda: [OWN])[1:]
 
 
 class Time:
@@ -86,6 +87,16 @@ def test_a_shard_that_another_node_has_written_is_part_of_the_checkpoint(
         FileEntry("shards/1.bin", len(DATA), digest_buffer(DATA)),
         FileEntry("shards/1.parts.json", len(note), digest_buffer(note)),
     ]
+
+
+def test_its_own_memory_is_compared_before_others_are_waited_for(transaction: LocalTransaction) -> None:
+    """Otherwise another node that fails as well would hide that, and the snapshot would be resumed from."""
+
+    def damaged() -> list[FileEntry]:
+        raise DamagedMemory("checkpoint-5 is damaged in memory")
+
+    with pytest.raises(DamagedMemory):
+        ShardedCommit(LocalStorage(Path()), INFO, SAVE).complete(transaction, damaged)
 
 
 def alive(transaction: LocalTransaction, number: int) -> None:

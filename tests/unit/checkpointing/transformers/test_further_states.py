@@ -169,6 +169,15 @@ def test_what_a_callback_of_the_script_changes_is_named() -> None:
     assert changed(before, uncovered(subject, set())) == ["Own.average", "Own.count", "Own.history"]
 
 
+def test_a_callback_without_a_value_hides_no_other_of_its_class() -> None:
+    first, second = Own(), Own()
+    second.count = object()  # type: ignore[assignment]
+    subject = holding(first, second)
+    before = uncovered(subject, set())
+    first.count = 1
+    assert "Own.count" in changed(before, uncovered(subject, set()))
+
+
 def test_what_is_saved_is_not_named() -> None:
     own, stopping = Own(), EarlyStoppingCallback()
     subject = holding(own, stopping)

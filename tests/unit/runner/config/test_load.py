@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from runner.config.load import CONFIG_VARIABLES, settings_from_environment
+from runner.config.load import CONFIG_VARIABLES, load_config, settings_from_environment
 from runner.config.schema import Config
 
 
@@ -34,3 +38,14 @@ def test_every_variable_sets_a_key_that_exists(key: str) -> None:
     value = getattr(Config(), section)
     # The options of `trainer` are those of SFTConfig, which checks them itself.
     assert not name or section == "trainer" or hasattr(value, name)
+
+
+def test_a_script_needs_no_package_that_it_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which options a Trainer has is asked where some are given."""
+    find: Callable[..., Any] = importlib.util.find_spec
+
+    def missing(name: str, package: str | None = None) -> Any:
+        return None if name in ("transformers", "trl") else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    assert load_config(None, {}, script="/x/train.py").trainer == {}

@@ -46,6 +46,23 @@ def test_a_fork_tells_all_that_was_asked(started_in: list[int]) -> None:
     assert CUDA.current_device() == 1
 
 
+def test_the_fork_does_not_fork_again(started_in: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks the same while it initializes CUDA there, before it counts as initialized."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: CUDA.get_device_properties(0) and 2)
+    forks = list[int]()
+    fork = os.fork
+
+    def counted() -> int:
+        forks.append(os.getpid())
+        assert len(forks) == 1, "a fork of the fork"
+        return fork()
+
+    monkeypatch.setattr(os, "fork", counted)
+    with answered_by_fork():
+        assert CUDA.get_device_properties(1).name == "card 1"
+    assert forks == [os.getpid()] and started_in == []
+
+
 def test_where_a_fork_cannot_tell_torch_answers(started_in: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_answers, "_plain", lambda properties: 1 / 0)
     with answered_by_fork():
