@@ -91,7 +91,7 @@ def test_every_extra_is_enough_for_what_it_is_for(wheel: Path, tmp_path: Path) -
     _equal(tmp_path / "trainer", supervised)
     for command, package, extra in (
         ([environment.runner, "start"], "trl", "sft"),
-        ([environment.runner, "start", "--set=checkpoint.location=s3://bucket/run", "job.py"], "botocore", "s3"),
+        ([environment.runner, "start", "--set=checkpoint.location=s3://bucket/run", "job.py"], "tenacity", "s3"),
     ):
         (tmp_path / "job.py").touch()
         refused = run(command, tmp_path)
