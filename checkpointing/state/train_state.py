@@ -112,7 +112,9 @@ class TrainState:
     @property
     def has_step_hook(self) -> bool:
         """Whether torch calls the pre-step barrier before the optimizer changes the state."""
-        return isinstance(self.kind.base_optimizer, torch.optim.Optimizer)
+        # Asked at each snapshot: only a kind that stays has another optimizer inside, and need not be found again.
+        stepping = self.torch_optimizer if self.held_as is None else self.held_as.base_optimizer
+        return isinstance(stepping, torch.optim.Optimizer)
 
     def expected_bytes(self, local_world_size: int = sys.maxsize, *, is_spread: bool = False) -> int:
         """Estimate the size of a node's snapshot, as far as it can be known before the first optimizer step.

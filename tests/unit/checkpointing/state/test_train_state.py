@@ -17,7 +17,9 @@ from checkpointing.files.safetensors_files import safetensors_image
 from checkpointing.files.torch_files import TorchFileLayout
 from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from checkpointing.process.device import HostDevice
+from checkpointing.state import train_state
 from checkpointing.state.captured_state import CapturedState
+from checkpointing.state.kinds import kind_of
 from checkpointing.state.train_state import TrainState, hooks_with_memory
 
 
@@ -95,6 +97,20 @@ def test_what_a_checkpoint_lacks_is_said(caplog: pytest.LogCaptureFixture) -> No
         "/runs/checkpoint-1 holds no state 'average': training begins with a new one",
         "/runs/checkpoint-1 holds no scheduler: training begins with a new one",
     ]
+
+
+def test_at_a_snapshot_the_model_is_walked_once_for_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a millisecond of the training thread for a model of billions of parameters."""
+    own, walks = training(), list[Any]()
+
+    def counted(*given: Any) -> Any:
+        walks.append(given)
+        return kind_of(*given)
+
+    monkeypatch.setattr(train_state, "kind_of", counted)
+    assert own.has_step_hook and not TrainState(own.model, Keeper()).has_step_hook
+    own.capture()
+    assert len(walks) == 1
 
 
 def test_what_is_captured_is_restored() -> None:
