@@ -13,6 +13,7 @@ CheckpointError
 ├── ReplicasDrifted       ranks that must hold equal state do not
 ├── NonFinite             gradients, parameters or optimizer state are NaN or infinite
 ├── LossSpike             the loss of a step stands out
+├── RepetitionDiffers     a resumed run computes other bits than the run did before
 └── AgentUnavailable      the checkpoint agent is gone or refused the request
     └── AgentDelayed          it was killed while it started, or cannot start now
 """
@@ -150,6 +151,10 @@ class LossSpike(CheckpointError):
     def __init__(self, step: int, how: str) -> None:
         super().__init__(f"the loss of step {step} is a spike: {how}; nothing of that step is kept")
         self.step = step
+
+
+class RepetitionDiffers(CheckpointError):
+    """A step that a resumed run has recomputed differs from its first computation; nothing of it is kept."""
 
 
 class AgentUnavailable(CheckpointError):

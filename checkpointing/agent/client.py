@@ -214,6 +214,8 @@ class AgentClient:
         )
         self.run_id = str(reply["run_id"])
         self.control = ControlPage.attach(fds[0])
+        # This rank's step record, as it was before this attempt.
+        self.step_ring = SharedMemory.attach(fds[1])
 
     def reserve(self, nbytes: int, guests: int = 0) -> bool:
         """Have arenas of this size allocated and mapped before the first snapshot needs them.

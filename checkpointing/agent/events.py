@@ -78,6 +78,25 @@ class MeasuredEvent(StepEvent):
         return self.metrics.get(name)
 
 
+_GENERATORS = ("torch", "device", "numpy", "python")
+# Of a step that differs: what that is called, and what has probably led to it.
+_DIFFERENCES = {
+    "batch": ("the batch", "The position in the data, or what samples are made from, was not restored"),
+    **{
+        name: (f"the generators ({name})", "Their state was not restored, or something else draws from them")
+        for name in _GENERATORS
+    },
+    "loss": (
+        "the loss",
+        "Something that the loss depends on was not restored: weights, buffers, a counter or an average of the script",
+    ),
+    "gradient_norm": ("the gradient norm", "Something that the gradients depend on was not restored"),
+    "loss_scale": ("the scale of the gradient scaler", "The scaler was not restored"),
+    "learning_rate": ("the learning rate", "The scheduler was not restored, or the script was changed"),
+    "parameters": ("the parameters after the step", "The optimizer's state was not restored"),
+}
+
+
 # Reported by ranks:
 @dataclass(frozen=True, kw_only=True)
 class TrainingStarted(StepEvent, name="training_started"):
@@ -106,6 +125,46 @@ class Restored(StepEvent, name="restored"):
     """Rank 0 finished restoring, which took `seconds`: to choose, read and load the checkpoint or snapshot."""
 
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsRepeated(StepEvent, name="steps_repeated"):
+    """A resumed run has computed steps again, and compared them with the record of their first computation.
+
+    Attributes:
+        first: First step that was compared.
+        last: Last one that is equal on all ranks; `first - 1` where there is none.
+        differs: What differs in the step after it, by the names in `step_record.FIELDS`, the cause first; empty where
+            nothing does.
+        rank: First rank on which something differs.
+        by_itself: The step has now been computed three times with three results from equal input: the training is not
+            deterministic.
+        candidates: What was probably not restored.
+    """
+
+    first: int
+    last: int
+    differs: list[str] = field(default_factory=list)
+    rank: int | None = None
+    by_itself: bool = False
+    candidates: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """Return the report as a line of text."""
+        start = f"resumed from step {self.step}; "
+        equal = f"steps {self.first}\u2013{self.last}" if self.last > self.first else f"step {self.first}"
+        repeated = f"{equal} repeated bit for bit"
+        if not self.differs:
+            return start + repeated
+        what, cause = _DIFFERENCES.get(self.differs[0], (self.differs[0], ""))
+        text = start + (f"{repeated}, and " if self.last >= self.first else "")
+        text += f"step {self.last + 1} differs (rank {self.rank}): {what}. "
+        if self.by_itself:
+            return text + "It had other bits each time, from equal input: this training is not deterministic by itself"
+        text += f"{cause}. " if cause else ""
+        if self.candidates:
+            text += f"In no checkpoint, and changed by training: {', '.join(self.candidates)}. "
+        return text + "See docs/guides/resume-proof.md"
 
 
 @dataclass(frozen=True, kw_only=True)

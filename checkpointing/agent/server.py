@@ -35,6 +35,7 @@ from checkpointing.agent.protocol import Guest, Message, Refusal
 from checkpointing.agent.reporting import FenceAnswered, Report, Result, stamped_announcement
 from checkpointing.agent.resumption import Resumption, described
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
+from checkpointing.agent.step_records import StepRecords
 from checkpointing.agent.writer import Writer
 from checkpointing.agent.writers import MakeWorker, Writers
 from checkpointing.commit.replicated_save import ReplicatedSave
@@ -80,6 +81,7 @@ class Agent:
         )
         self._scheduler = Scheduler(self._pool, self._workers, self._publish)
         self._resumption = Resumption(self._pool, self._scheduler, self._workers, self._publish)
+        self._records = StepRecords()
         self._attempt = CurrentAttempt(
             self._workers, self._scheduler, self._resumption, ControlPage.create(), self._publish
         )
@@ -120,6 +122,8 @@ class Agent:
             if not self._drained and not self._scheduler.is_busy:
                 # What failed to reach the durable tier before is tried a last time.
                 self._drained = True
+                for name, data in self._records.files_after(self._attempt.control.last_commit.step):
+                    self._workers.of_run.keep(name, data)
                 self._workers.upload_due()
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -198,7 +202,10 @@ class Agent:
             client.local_rank = message["local_rank"]
             client.stage = self._workers.stage.name
             client.local_world_size = message["local_world_size"]
-        self._connections.send(client, {"run_id": self._run_id}, (self._attempt.control.fd,))
+        fds: tuple[int, ...] = (self._attempt.control.fd,)
+        if client.local_rank is not None:
+            fds += (self._records.of_rank(client.local_rank, int(message["rank"])).fd,)
+        self._connections.send(client, {"run_id": self._run_id}, fds)
 
     def _end(self) -> None:
         self._scheduler.is_ending = True

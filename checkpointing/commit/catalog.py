@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from checkpointing.commit.reading import digest_of, fault
 from checkpointing.errors import ForeignCheckpoint, InvalidCheckpoint, StaleCheckpoint
-from checkpointing.format.digest import algorithm_of
+from checkpointing.format.digest import algorithm_of, digest_buffer
 from checkpointing.format.manifest import Manifest
 from checkpointing.storage import Storage
 from checkpointing.storage.fence import Fence
@@ -131,6 +132,29 @@ def verify(storage: Storage, step: int, read: Callable[[int], None] = lambda nby
             raise InvalidCheckpoint(label, f"{file.name} was altered: its digest differs from the manifest's")
         read(file.size)
     return manifest
+
+
+def read_file(storage: Storage, manifest: Manifest, name: str) -> bytes:
+    """Return a small file of a checkpoint, whose digest is compared; nothing where the checkpoint has none.
+
+    Raises:
+        InvalidCheckpoint: It cannot be read as it was written.
+        StorageUnreachable: It cannot be read now.
+    """
+    entry = next((file for file in manifest.files if file.name == name), None)
+    if entry is None:
+        return b""
+    label, file, data = storage.describe(manifest.step), storage.file(manifest, name), bytearray(entry.size)
+    try:
+        if isinstance(file, Path):
+            data[:] = file.read_bytes()
+        else:
+            file.read_into(0, memoryview(data))
+    except OSError as error:
+        raise fault(label, name, error) from None
+    if digest_buffer(bytes(data), algorithm_of(entry.digest)) != entry.digest:
+        raise InvalidCheckpoint(label, f"{name} was altered: its digest differs from the manifest's")
+    return bytes(data)
 
 
 def _entries(storage: Storage, fence: Fence, rank: int) -> Iterable[tuple[int, int, CatalogEntry]]:

@@ -189,6 +189,10 @@ class LoadedCheckpoint:
             raise InvalidCheckpoint(self.label, f"{name} is not in it; resume from another step")
         return self.files[name]
 
+    def bytes_of(self, name: str) -> bytes:
+        """Return a file's contents."""
+        return bytes(self._data(name))
+
     def end_reading(self) -> None:
         """Note that model and optimizer are restored, on all ranks together: nobody reads the others' shards then."""
         if self.spread is not None:

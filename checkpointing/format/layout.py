@@ -23,6 +23,8 @@ BUCKETS_NAME = "ddp_buckets.json"
 NOT_FINITE_FOLDER = "not-finite"
 # Every rank's share of the loop's state that Hugging Face does not save.
 LOOP_STATE_PREFIX = "loop_state_"
+# Every rank's record of its last steps.
+STEP_RECORD_PREFIX = "step_record_"
 
 
 def loop_state_name(rank: int) -> str:
@@ -40,4 +42,9 @@ def rank_object_name(name: str, rank: int) -> str:
     return f"rank_state_{rank}_{name}"
 
 
-PER_RANK_PREFIXES = ("rng_state", "data_state", "rank_state", LOOP_STATE_PREFIX)
+def step_record_name(rank: int) -> str:
+    """Return the name of a rank's step record in a checkpoint, and next to them."""
+    return f"{STEP_RECORD_PREFIX}{rank}.bin"
+
+
+PER_RANK_PREFIXES = ("rng_state", "data_state", "rank_state", LOOP_STATE_PREFIX, STEP_RECORD_PREFIX)

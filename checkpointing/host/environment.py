@@ -23,6 +23,7 @@ LOCAL_TIER_ENV = "CHECKPOINT_LOCAL_TIER"
 RESUME_ENV = "CHECKPOINT_RESUME"
 RESUME_FROM_ENV = "CHECKPOINT_RESUME_FROM"
 ALLOW_CHANGES_ENV = "CHECKPOINT_ALLOW_CHANGES"
+VERIFY_ENV = "CHECKPOINT_RESUME_VERIFY"
 READ_PATIENCE_ENV = "CHECKPOINT_READ_PATIENCE_S"
 _READ_PATIENCE_S = 330.0
 
@@ -38,6 +39,7 @@ class RankSettings:
         location: Path or URL of the run's checkpoints; empty where the script's own choice counts.
         local_tier: Directory of the machine's fast tier; empty for none. Only meaningful with a location.
         resume: `auto`, `never` or a step; empty where the script's own choice counts.
+        verify: What a resume does with the step record: `auto`, `strict` or `off`; empty for `auto`.
         resume_from: Checkpoint to start from while the run has none of its own.
         allow_changes: Whether to resume from the checkpoints of a job that differs from this one.
         lineage: Name of the run, the same on every machine and in every attempt.
@@ -58,6 +60,7 @@ class RankSettings:
     location: str = ""
     local_tier: str = ""
     resume: str = ""
+    verify: str = ""
     resume_from: str = ""
     allow_changes: bool = False
     lineage: str = ""
@@ -126,6 +129,7 @@ def rank_settings(environment: Mapping[str, str] = os.environ) -> RankSettings:
     return replace(
         settings,
         resume=settings.resume or environment.get(RESUME_ENV, ""),
+        verify=settings.verify or environment.get(VERIFY_ENV, ""),
         resume_from=settings.resume_from or environment.get(RESUME_FROM_ENV, ""),
         allow_changes=settings.allow_changes or environment.get(ALLOW_CHANGES_ENV) == "1",
     )

@@ -233,19 +233,23 @@ class ResilientCheckpoint(Checkpoint):
             self._take_pending()
         self._save_if_due()
         self._manager.begin_step()
+        self._manager.proving.batch(batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Agree with all ranks on what is due, where the batch has ended an optimizer step."""
         if self._manager is None:
             return
         self._loaders.consume()
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):
+            self._manager.proving.loss(loss)
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
         self._loop.step += 1
         self._metrics.clear()
         self._due = self._manager.end_of_step(self._loop.step)
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._manager.record_step(self._loop.step, {}, self._due)
         if isinstance(loss, torch.Tensor) and self._loop.step % max(trainer.log_every_n_steps, 1) == 0:
             self._manager.report(self._loop.step, {"loss": loss.item()})
 

@@ -35,6 +35,7 @@ from checkpointing.manager import stop_signal
 from checkpointing.manager.data_positions import DataPositions
 from checkpointing.manager.node_services import AgentConnection, Connect, NodeServices
 from checkpointing.manager.options import Options
+from checkpointing.manager.proving import Proving
 from checkpointing.manager.restoring import Restoring
 from checkpointing.manager.slow_ranks import SpeedComparison, compare_speeds
 from checkpointing.manager.spikes import SkippedSteps
@@ -73,6 +74,7 @@ class CheckpointManager:
         world_size: Number of all ranks.
         retention: Which checkpoints are kept.
         restoring: What is restored, in the parts that an integration restores at different moments.
+        proving: Records steps, and compares those that are recomputed.
         finished: Set by an integration: training has reached its end.
     """
 
@@ -180,13 +182,15 @@ class CheckpointManager:
         self.rank, self.world_size, self.retention = ranks.rank, ranks.world_size, options.retention
         self._node = NodeServices(options, ranks, connect)
         self._tracked, self._positions = Tracked(ranks), DataPositions(ranks)
-        self._saving = StepSaves(ranks, self._node, self._tracked, self._positions)
-        self.restoring = Restoring(options, ranks, self._node, self._tracked, self._positions)
+        self.proving = Proving(options, ranks, self._node, self._tracked, list)
+        self._saving = StepSaves(ranks, self._node, self._tracked, self._positions, self.proving)
+        self.restoring = Restoring(options, ranks, self._node, self._tracked, self._positions, self.proving)
         self._protocol = StepProtocol(
             FlagSync(ranks.with_new_group().group),
             CadenceClock(options.cadence, time.monotonic(), settings.num_failures, settings.observed_s),
             is_first=ranks.is_first,
             stop_wanted=lambda: self.stop_wanted,
+            differs=lambda: self.proving.has_found_difference,
             measure=self._measure,
             is_committed=self.restoring.is_committed,
         )
@@ -260,6 +264,8 @@ class CheckpointManager:
             self.restoring.restore(point)
         step = point.step if point is not None else 0
         self.begin(step, total_steps)
+        self.proving.look_at_start()
+        self.proving.watch(self._wrapped)
         return step
 
     def load_best(self, last_step: int, *, together: bool = False, preferred: int | None = None) -> int | None:
@@ -304,7 +310,7 @@ class CheckpointManager:
             raise ValueError(
                 "batches() knows no virtual ranks: iterate over shares(loader), or leave virtual_ranks out"
             )
-        return self._positions.batches(loader)
+        return self.proving.drawn(self._positions.batches(loader))
 
     def shares(self, loader: Any) -> Iterator[list[Share]]:
         """Iterate over steps without end: for each, what this rank's virtual ranks compute.
@@ -398,6 +404,7 @@ class CheckpointManager:
         )
         self._tracked.check()
         self._saving.begin(start_step)
+        self.proving.begin(start_step)
 
     def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """End optimizer step number `step`: save when due, stop when all ranks have agreed to.
@@ -419,6 +426,7 @@ class CheckpointManager:
         due = self.end_of_step(step)
         samples = step if samples_consumed is None else samples_consumed
         self._saving.last.ended(step, samples, metrics)
+        self.record_step(step, metrics or {}, due)
         self._node.reporter.metrics_of_every_step(step, metrics)
         if due.stop or due.save:
             self.save(step, samples, metrics=metrics, wait=due.stop)
@@ -449,6 +457,20 @@ class CheckpointManager:
         if self._speeds is not None:
             self._speeds.end_of_step()
         return self._protocol.end_of_step(step)
+
+    def record_step(self, step: int, figures: Mapping[str, Any], due: Due) -> None:
+        """Record a step that has ended, and compare it where it was computed before; call it before the step is saved.
+
+        Args:
+            step: Number of the step.
+            figures: Its `loss` and `grad_norm`, as far as they are known.
+            due: What `end_of_step` has returned.
+
+        Raises:
+            RepetitionDiffers: With `resume.verify=strict`: the step differs from its first computation.
+        """
+        self.proving.end_step(step, figures)
+        self.proving.conclude(step, agreed=due.differs)
 
     def _measure(self) -> Measured:
         snapshots = self._node.snapshots
@@ -598,6 +620,7 @@ class CheckpointManager:
         if not self._stopped and saving.is_last_missing():
             self.save(saving.last.step, saving.last.samples_consumed, metrics=saving.last.metrics, wait=True)
         saving.wait_for_commit()
+        self.proving.close()
         if step == node.heartbeat.start_step:
             self.restoring.await_commit_of_start(step)
         # No rank leaves before every rank's commit is known: the launcher would take an early exit for a failure.

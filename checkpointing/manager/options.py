@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import cast, get_args
 
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers, open_tiers
-from checkpointing.host.environment import RankSettings
+from checkpointing.host.environment import VERIFY_ENV, RankSettings
 from checkpointing.host.memory import parse_bytes
+from checkpointing.proof.repetition import Verify
 from checkpointing.snapshot.cadence import Cadence
 
 
@@ -29,6 +31,7 @@ class Options:
         check_replicas: Whether to compare the ranks' state before each snapshot.
         buddy_copies: Whether each node keeps a copy of another one's shards in memory.
         allow_non_finite: Whether parameters and optimizer state may hold NaN or infinity.
+        verify: What a resume does with the step record.
     """
 
     settings: RankSettings
@@ -43,6 +46,7 @@ class Options:
     check_replicas: bool
     buddy_copies: bool
     allow_non_finite: bool = False
+    verify: Verify = "auto"
 
     @classmethod
     def resolve(
@@ -85,12 +89,25 @@ class Options:
             check_replicas=check_replicas,
             buddy_copies=buddy_copies,
             allow_non_finite=allow_non_finite,
+            verify=verify_policy(settings.verify or "auto"),
         )
 
     @property
     def has_chosen_location(self) -> bool:
         """Whether the supervisor, or the user's environment, chose the location instead of the script."""
         return bool(self.settings.location)
+
+
+def verify_policy(text: str) -> Verify:
+    """Parse `auto`, `strict` or `off`.
+
+    Raises:
+        ValueError: The text is none of these.
+    """
+    for known in get_args(Verify):
+        if text == known:
+            return cast(Verify, known)
+    raise ValueError(f"{VERIFY_ENV}={text!r} is not allowed; use {', '.join(get_args(Verify))}")
 
 
 def resume_policy(text: str) -> str | int:

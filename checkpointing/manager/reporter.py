@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 from checkpointing.agent.client import AgentClient
-from checkpointing.agent.events import BatchShape, Evaluated, Event, Log, Restored, SlowRanks, TrainingStarted
+from checkpointing.agent.events import (
+    BatchShape,
+    Evaluated,
+    Event,
+    Log,
+    Restored,
+    SlowRanks,
+    StepsRepeated,
+    TrainingStarted,
+)
 from checkpointing.host.heartbeat import ControlPage, Heartbeat, Phase, machine_clock
 
 # Metrics that a loop measures at every step are reported this often.
@@ -39,6 +48,10 @@ class Reporter:
 
     def batch_shape(self, event: BatchShape) -> None:
         """Report how a step is cut."""
+        self._send(event)
+
+    def steps_repeated(self, event: StepsRepeated) -> None:
+        """Report how what was recomputed compares."""
         self._send(event)
 
     def slow_ranks(self, event: SlowRanks) -> None:

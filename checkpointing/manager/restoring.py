@@ -13,6 +13,7 @@ from checkpointing.host.heartbeat import Phase
 from checkpointing.manager.data_positions import DataPositions
 from checkpointing.manager.node_services import NodeServices
 from checkpointing.manager.options import Options
+from checkpointing.manager.proving import Proving
 from checkpointing.manager.tracked import Tracked
 from checkpointing.process.ranks import Ranks
 from checkpointing.resume.restorer import check_nothing_in_the_way, restore_generators
@@ -27,13 +28,20 @@ class Restoring:
         node: What is used of the node's agent.
         tracked: What is restored.
         positions: In the loaders that are followed.
+        proving: Compares what is recomputed.
     """
 
     def __init__(
-        self, options: Options, ranks: Ranks, node: NodeServices, tracked: Tracked, positions: DataPositions
+        self,
+        options: Options,
+        ranks: Ranks,
+        node: NodeServices,
+        tracked: Tracked,
+        positions: DataPositions,
+        proving: Proving,
     ) -> None:
         self._options, self._ranks, self._node, self._tracked = options, ranks, node, tracked
-        self._positions = positions
+        self._positions, self._proving = positions, proving
         # The step that was resumed from is in the nodes' memory, and may not be committed.
         self._started_in_shares = False
 
@@ -56,10 +64,11 @@ class Restoring:
         pinning = self._node.connection.pinning
         if pinning is not None:
             pinning.device_index = torch.accelerator.current_device_index() if on_device else None
-        point = self._node.restorer.choose(private=not on_device)
+        point = self._node.restorer.choose(private=not on_device, before=self._proving.newest_comparable())
         if pinning is not None:
             # What is partly pinned cannot be copied.
             pinning.settle()
+        self._proving.restored(point)
         self._started_in_shares = point is not None and point.spread is not None and point.is_snapshot
         return point
 

@@ -25,6 +25,7 @@ class Due:
         snapshot: Make a snapshot in memory.
         committed: The save that `CheckpointManager.awaited` names is committed.
         not_committed: That save will not be committed.
+        differs: A rank has computed a step again, and it is not what it was before.
     """
 
     stop: bool = False
@@ -32,6 +33,7 @@ class Due:
     snapshot: bool = False
     committed: bool = False
     not_committed: bool = False
+    differs: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class StepProtocol:
         clock: Knows what is due by time; only rank 0's counts.
         is_first: Whether this is rank 0.
         stop_wanted: Whether this rank has been asked to stop.
+        differs: Whether this rank has found a difference that the others do not know of.
         measure: Returns what the clock decides by; called on rank 0 before each exchange.
         is_committed: Whether storage has the checkpoint of a step.
 
@@ -71,11 +74,13 @@ class StepProtocol:
         *,
         is_first: bool,
         stop_wanted: Callable[[], bool],
+        differs: Callable[[], bool],
         measure: Callable[[], Measured],
         is_committed: Callable[[int], bool],
     ) -> None:
         self._flag_sync, self._clock, self._is_first = flag_sync, clock, is_first
         self._stop_wanted, self._measure, self._is_committed = stop_wanted, measure, is_committed
+        self._differs = differs
         # Since the last exchange.
         self._steps_seen, self._asked_at = 0, time.monotonic()
         self.awaited: int | None = None
@@ -92,6 +97,7 @@ class StepProtocol:
             snapshot_due or Flag.SNAPSHOT in agreed,
             Flag.COMMITTED in agreed,
             Flag.NOT_COMMITTED in agreed,
+            Flag.DIFFERS in agreed,
         )
 
     def agree_to_stop(self) -> bool:
@@ -112,6 +118,8 @@ class StepProtocol:
     def _ask(self) -> tuple[set[Flag], int]:
         """Return this rank's flags, and how many steps rank 0 proposes until the next exchange."""
         wanted, _ = self._ask_to_stop()
+        if self._differs():
+            wanted.add(Flag.DIFFERS)
         if not self._is_first:
             return wanted, 1
         now = time.monotonic()

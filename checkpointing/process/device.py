@@ -287,6 +287,11 @@ def generator_states(world_size: int) -> dict[str, Any]:
     return {name: module.get_rng_state_all() if world_size > 1 else module.get_rng_state()}
 
 
+def generator_words() -> list[memoryview]:
+    """Return the state of the current accelerator's generator, which torch keeps on the host, as bytes."""
+    return [memoryview(torch.get_device_module(kind() or "cpu").get_rng_state().numpy())]
+
+
 def set_generator_states(states: Mapping[str, Any]) -> None:
     """Set the accelerators' generators to what `generator_states` returned; does nothing where there are none."""
     name = kind()
@@ -335,31 +340,60 @@ def utilization_percent() -> float | None:
         return None  # nvidia-ml-py is missing, or the driver refuses, each with errors of its own
 
 
-class Later:
-    """A number, or a tensor of one, that the device has yet to compute; reading it waits for nothing enqueued later."""
+class LateTensor:
+    """A small tensor that the device has yet to compute; reading it waits for nothing enqueued later.
 
-    def __init__(self, value: torch.Tensor | float) -> None:
+    Args:
+        value: Any tensor; on the host it is taken by reference.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
         self._mark: DeviceMark | None = None
-        self._value: torch.Tensor | float
-        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-            self._value = float(value)
-        else:
-            # Into other memory the copy would wait for the device.
-            self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._value = value.detach()
+        if value.device.type != "cpu":
             # Kept until it is read: not every device's memory outlives a tensor that a copy was asked of.
-            self._source = value.detach().reshape(())
+            self._source = self._value
+            # Into other memory the copy would wait for the device.
+            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._value.copy_(self._source, non_blocking=True)
             self._mark = _accelerator((value.device,)).mark()
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether reading the number does not wait for the device."""
+        """Whether it was on the host from the beginning."""
         return self._mark is None
 
-    def __float__(self) -> float:
+    @property
+    def has_arrived(self) -> bool:
+        """Whether reading it does not wait for the device."""
+        return self._mark is None or self._mark.is_passed
+
+    def on_host(self) -> torch.Tensor:
+        """Return the tensor on the host; waits until the device has computed it."""
         if self._mark is not None:
             self._mark.wait()
-        return float(self._value)
+        return self._value
+
+
+class Later:
+    """A number, or a tensor of one, that the device has yet to compute; reading it waits for nothing enqueued later."""
+
+    def __init__(self, value: torch.Tensor | float) -> None:
+        is_on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+        self._value = LateTensor(value.reshape(())) if is_on_device else float(value)  # type: ignore[union-attr]
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether reading the number does not wait for the device."""
+        return isinstance(self._value, float)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether reading the number does not wait for the device now."""
+        return isinstance(self._value, float) or self._value.has_arrived
+
+    def __float__(self) -> float:
+        return self._value if isinstance(self._value, float) else float(self._value.on_host())
 
 
 # -- pinned memory ---------------------------------------------------------------------------------------------------

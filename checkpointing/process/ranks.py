@@ -205,6 +205,8 @@ class Flag(IntEnum):
     # About the oldest save that callbacks wait for: it is committed, or will not be.
     COMMITTED = 3
     NOT_COMMITTED = 4
+    # A step that is recomputed is not what it was before.
+    DIFFERS = 5
 
 
 class FlagSync:

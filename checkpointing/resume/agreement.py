@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,7 +75,7 @@ class _Problem:
 
 
 def choose(
-    tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *, private: bool
+    tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *, private: bool, before: int | None = None
 ) -> LoadedCheckpoint | None:
     """Agree on the state to resume from; called by all ranks together.
 
@@ -89,6 +90,7 @@ def choose(
         ranks: This rank, with a group that the training thread uses.
         client: Offers snapshots, and reports everything that is skipped.
         private: Whether tensors must be the reader's own (see `LoadedCheckpoint`).
+        before: Resume from before this step, if anything is, so that it is recomputed.
 
     Returns:
         None where training starts from the beginning.
@@ -98,13 +100,23 @@ def choose(
         StorageUnreachable: Storage does not answer, so that it is unknown whether there are any; or it gives other
             bytes than were written for every checkpoint.
     """
-    return _Choice(tiers, resume, ranks, client, private=private).make()
+    return _Choice(tiers, resume, ranks, client, private=private, before=before).make()
 
 
 class _Choice:
     """One choice, made by all ranks together; see `choose`."""
 
-    def __init__(self, tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *, private: bool) -> None:
+    def __init__(
+        self,
+        tiers: Tiers,
+        resume: str | int,
+        ranks: Ranks,
+        client: AgentClient,
+        *,
+        private: bool,
+        before: int | None = None,
+    ) -> None:
+        self._before = before
         self._tiers, self._resume, self._ranks, self._client, self._private = tiers, resume, ranks, client, private
         # While the agent reads a checkpoint into memory there is time to allocate memory for the copies.
         self._buffers = BufferCache(except_for=MODEL_NAME)
@@ -185,7 +197,10 @@ class _Choice:
             return None
         announce = self._client.announce
         try:
-            found = _propose(self._tiers, self._catalog, self._resume, self._held, self._doubts, announce)
+            catalog, resume, doubts = self._catalog, self._resume, self._doubts
+            found = _propose(self._tiers, catalog, resume, self._held, doubts, announce, self._before)
+            if found.step is None and self._before is not None:
+                found = _propose(self._tiers, catalog, resume, self._held, doubts, announce)
             return replace(found, condemned=self._doubts.condemned)
         except OSError as error:
             return _Proposal(error=error.strerror or str(error), unreachable=True)
@@ -313,6 +328,7 @@ def _propose(
     snapshots: Mapping[int, Held],
     doubts: Doubts,
     announce: Announce,
+    before: int | None = None,
 ) -> _Proposal:
     """Propose a candidate, perhaps one that is to be read again; waits until it is time for that.
 
@@ -323,14 +339,16 @@ def _propose(
         snapshots: Those in memory, by step.
         doubts: What could not be read as it was written.
         announce: Reports checkpoints that are quarantined.
+        before: The step that all candidates are before.
     """
     if resume == "never":
         return _Proposal()
     storages = tiers.nearest_first
     if isinstance(resume, int):
         return _propose_step(storages, catalog, resume, doubts)
-    newest = max(_usable(snapshots, catalog), default=-1)
-    found = _newest_whole(storages, catalog, newest, doubts, announce)
+    end = sys.maxsize if before is None else before
+    newest = max((step for step in _usable(snapshots, catalog) if step < end), default=-1)
+    found = _newest_whole(storages, catalog, newest, end, doubts, announce)
     if found is not None:
         return found
     if newest >= 0:
@@ -371,9 +389,9 @@ def _usable(snapshots: Mapping[int, Held], catalog: Catalog) -> set[int]:
 
 
 def _newest_whole(
-    storages: Sequence[Storage], catalog: Catalog, newest: int, doubts: Doubts, announce: Announce
+    storages: Sequence[Storage], catalog: Catalog, newest: int, end: int, doubts: Doubts, announce: Announce
 ) -> _Proposal | None:
-    """Propose the newest checkpoint after a step that is not condemned; None where there is none."""
+    """Propose the newest checkpoint after a step, and before another, that is not condemned; None without one."""
     while True:
         doubted = None
         for entry in catalog.scan():
@@ -381,7 +399,7 @@ def _newest_whole(
             if entry.step <= newest:
                 return None
             # A stock Trainer's is somebody's work, and not part of this run.
-            if doubts.is_condemned(key) or entry.is_foreign:
+            if entry.step >= end or doubts.is_condemned(key) or entry.is_foreign:
                 continue
             if doubts.is_hopeless(key):
                 label = entry.storage.describe(entry.step)

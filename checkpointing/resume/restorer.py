@@ -47,18 +47,19 @@ class Restorer:
         self._resume, self._supervised = resume, supervised
         self.seconds = 0.0
 
-    def choose(self, *, private: bool) -> LoadedCheckpoint | None:
+    def choose(self, *, private: bool, before: int | None = None) -> LoadedCheckpoint | None:
         """Agree with all ranks on the state to resume from; None starts from the beginning.
 
         Args:
             private: Whether tensors must be the reader's own; see `LoadedCheckpoint`.
+            before: Resume from before this step, if anything is.
 
         Raises:
             NoValidCheckpoint: There are checkpoints, but none can be loaded.
             StorageUnreachable: Storage does not answer.
         """
         with self._timed():
-            point = choose(self._tiers, self._resume, self._ranks, self._client, private=private)
+            point = choose(self._tiers, self._resume, self._ranks, self._client, private=private, before=before)
         if point is not None and self._ranks.is_first and not self._supervised:
             print(f"checkpointing: resumed from step {point.step} ({point.label})", file=sys.stderr, flush=True)
         return point

@@ -83,17 +83,33 @@ def _span(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
     return (storage, first, nbytes) if storage.data_ptr() and first + nbytes <= storage.nbytes() else None
 
 
-def _view(storage: torch.UntypedStorage, first: int, nbytes: int, phase: float) -> torch.Tensor:
+def _view(
+    storage: torch.UntypedStorage, first: int, nbytes: int, phase: float, count: int = WORDS, small: int = _SMALL_WORDS
+) -> torch.Tensor:
     """Return the words that are kept of a part of a storage; `phase`, from 0 to 1, says where the first one is."""
     whole = first % 8 == 0 and nbytes % 8 == 0
     kind, word_bytes = (torch.int64, 8) if whole else (torch.uint8, 1)
     words, at = nbytes // word_bytes, first // word_bytes
     # Odd, so that it is no multiple of a row's length.
-    distance = 1 if words <= _SMALL_WORDS else (words // WORDS) | 1
+    distance = 1 if words <= small else (words // count) | 1
     skipped = int(phase * distance)
     empty: Any = torch.empty(0, dtype=kind, device=storage.device)
     found: torch.Tensor = empty.set_(storage, at + skipped, (-(-(words - skipped) // distance),), (distance,))
     return found
+
+
+def spread_words(tensor: torch.Tensor, count: int) -> torch.Tensor | None:
+    """Return about so many words of a tensor at equal distances, by reference; None where it has no memory to read.
+
+    Args:
+        tensor: On any device, of any type.
+        count: Number of words of 8 bytes, or of bytes where the tensor is not made of whole words.
+
+    Returns:
+        A one-dimensional tensor, of int64 or uint8, that shares the tensor's memory.
+    """
+    span = _span(tensor)
+    return _view(*span, 0.5, count, count) if span is not None else None
 
 
 class Sampler:

@@ -131,6 +131,8 @@ class TrainCall:
     has_trackers: bool = False
     # What all ranks have agreed on for the step that has just ended.
     due: Due = field(default_factory=Due)
+    # The last one that the step record has.
+    recorded_step: int = 0
     # All ranks have agreed to stop.
     stopping: bool = False
     # The loop has ended.

@@ -118,7 +118,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
             manager.restoring.restore_states(session.start.point, names)
         manager.announce_batch(batch_shape(self, session.data.shared_samples))
         manager.begin(step, self.state.max_steps)
-        session.figures.loss_since = step
+        session.figures.loss_since = session.recorded_step = step
         session.uncovered = self._uncovered()
 
     def _on_train_end(self) -> None:
@@ -254,7 +254,9 @@ class ResilientMixin(ExactMixin, SavingMixin):
             advance_schedule(self)
             return self._share_of(skipped)
         session.throughput.count(inputs)
+        self._manager.proving.batch(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        self._manager.proving.loss(loss)
         session.guard.add_loss(loss)
         return loss
 
@@ -276,6 +278,10 @@ class ResilientMixin(ExactMixin, SavingMixin):
         has_scaler = skips_bad_steps(self)
         was_applied = not (has_scaler and self.accelerator.optimizer_step_was_skipped)
         session.guard.judge(step, figures.grad_norm, is_kept=is_kept, has_scaler=has_scaler, was_applied=was_applied)
+        if step != session.recorded_step:
+            # Called again at an epoch's end.
+            session.recorded_step = step
+            self._manager.record_step(step, {"grad_norm": grad_norm}, session.due)
         if control.should_evaluate:
             # The position in the data is known, and this step is not saved yet.
             session.evaluation.begin(can_be_repeated=session.data.is_followed and self._manager.wants(step))

@@ -175,6 +175,15 @@ def split_nnodes(text: str) -> tuple[int, int] | None:
     return int(smallest), int(largest or smallest)
 
 
+class ResumeConfig(Section):
+    """What a resumed run does besides restoring its state."""
+
+    verify: Literal["auto", "strict", "off"] = "auto"
+    """Steps that are recomputed are compared with the record of their first computation. `auto` reports a
+    difference; `strict` ends the run with exit code 78 before anything of such a step is kept, and resumes from the
+    snapshot before the newest, where no step would be repeated otherwise; `off` records nothing."""
+
+
 class LaunchConfig(Section):
     """Processes and nodes, named as in torchrun."""
 
@@ -411,6 +420,7 @@ class Config(Section):
     trainer: dict[str, Any] = Field(default_factory=dict)
     """Options of TRL's SFTConfig, by their own names. `runner config --trainer-options` lists them."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: ResumeConfig = ResumeConfig()
     launch: LaunchConfig = LaunchConfig()
     elastic: ElasticConfig = ElasticConfig()
     restart: RestartConfig = RestartConfig()

@@ -18,6 +18,7 @@ from checkpointing.agent.events import (
     PruneFailed,
     SlowRanks,
     SnapshotSkipped,
+    StepsRepeated,
     TrainingStarted,
 )
 from runner.journal.events import (
@@ -92,6 +93,7 @@ class RunSummary:
         max_nodes: Nodes that the run may have; 0 for a run of one node, and in old journals.
         leader: Node rank of the node that leads in place of the first one; None if none has had to.
         slow: Which ranks compute more slowly than the others now; None if there are none.
+        repetitions: How the steps that were recomputed compare, oldest first.
         node_changes: What each change of the nodes has cost, oldest first.
         committed: Committed steps, in the order of their commits.
         newest_at_by_tier: When the newest step of a tier was committed, in seconds since the epoch.
@@ -121,6 +123,7 @@ class RunSummary:
     max_nodes: int = 0
     leader: int | None = None
     slow: SlowRanks | None = None
+    repetitions: list[StepsRepeated] = field(default_factory=list)
     node_changes: list[NodeChange] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
     newest_by_tier: dict[str, int] = field(default_factory=dict)
@@ -201,6 +204,8 @@ def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of eve
             run.slow = None
         case SlowRanks() as found:
             run.slow = found if found.ranks else None
+        case StepsRepeated() as compared:
+            run.repetitions.append(compared)
         case LeaderChanged(node=node):
             run.leader = node
         case TrainingStarted() as started:
@@ -269,6 +274,13 @@ def describe_slow_ranks(slow: SlowRanks) -> str:
     return f"slow ranks, by the time of their forward passes against the median rank's: {ranks}"
 
 
+def describe_repetitions(repetitions: Sequence[StepsRepeated]) -> str:
+    """Return how what was recomputed compares: the newest difference, or else the newest resume."""
+    worst = next((one for one in reversed(repetitions) if one.differs), repetitions[-1])
+    equal = sum(not one.differs for one in repetitions)
+    return f"{equal} of {len(repetitions)} resumes compared bit for bit; {worst.describe()}"
+
+
 def render(run: RunSummary, places: dict[str, str]) -> str:
     """Format a summary as text, with a line for each of `places`: a name and a path or URL."""
     total = f" of {run.total_steps}" if run.total_steps else ""
@@ -294,6 +306,8 @@ def render(run: RunSummary, places: dict[str, str]) -> str:
         lines.append(f"               {run.skipped_snapshots} skipped, {run.failed_commits} failed{why}")
     lines += [f"               quarantined: {kept}" for kept in run.quarantined]
     lines.append(f"  lost work    {run.lost_steps} steps, {run.time_by_cause.get(LOST, 0.0):.1f} s")
+    if run.repetitions:
+        lines.append(f"  repeated     {describe_repetitions(run.repetitions)}")
     wall = run.wall_s
     lines.append(f"  wall time    {wall:.1f} s, goodput {100 * run.goodput:.1f} %")
     for cause, seconds in run.time_by_cause.items():

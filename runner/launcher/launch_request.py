@@ -187,6 +187,7 @@ def _rank_settings(spec: AttemptSpec, *, config: Config, job: Job, agent_socket:
         location=config.checkpoint_location,
         local_tier=config.checkpoint.local_tier or "",
         resume="auto",
+        verify=config.resume.verify,
         resume_from=job.resume_from or spec.resume_from,
         allow_changes=job.allow_changes or spec.allow_changes,
         lineage=spec.lineage,

@@ -21,6 +21,7 @@ from checkpointing.agent.events import (
     SnapshotDamaged,
     SnapshotDropped,
     StageEntered,
+    StepsRepeated,
     StorageRetried,
     TierUnreachable,
     TrainingStarted,
@@ -158,6 +159,8 @@ class AgentEvents:
             case Log():
                 state.loss = event.loss
                 state.tokens_per_s = event.metric("tokens_per_s") or state.tokens_per_s
+            case StepsRepeated():
+                self._display.message(event.describe())
             case SlowRanks():
                 self.slow = event
                 self._display.message(describe_slow_ranks(event))

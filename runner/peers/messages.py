@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
-from checkpointing.agent.events import BatchShape, Event, Log, Resumed, SlowRanks, TrainingStarted
+from checkpointing.agent.events import BatchShape, Event, Log, Resumed, SlowRanks, StepsRepeated, TrainingStarted
 from runner.journal.attempts import AttemptSpec, Count, Positive, Text
 from runner.journal.events import parse_event
 from runner.recovery.failure import Failure
 
 # Events that only the node of rank 0 sees, and that the leader's journal and console show.
-FORWARDED = (TrainingStarted, Log, Resumed, BatchShape, SlowRanks)
+FORWARDED = (TrainingStarted, Log, Resumed, BatchShape, SlowRanks, StepsRepeated)
 
 # Characters of a reason, which is for people.
 MAX_REASON = 5000

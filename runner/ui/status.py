@@ -12,7 +12,7 @@ from rich.text import Text
 
 from runner.journal.events import Entry, RunStarted
 from runner.journal.ledger import LOST, TRAINING, AttemptAccount
-from runner.journal.summary import RunState, RunSummary, describe_nodes, describe_slow_ranks
+from runner.journal.summary import RunState, RunSummary, describe_nodes, describe_repetitions, describe_slow_ranks
 from runner.recovery.restart_state import RunnerProcess, process_namespace
 from runner.system.text import duration
 
@@ -104,6 +104,9 @@ def _add_trouble(facts: Table, run: RunSummary) -> None:
         facts.add_row("nodes", Text(describe_nodes(run), "yellow" if len(run.nodes) < run.max_nodes else ""))
     if run.slow is not None and not run.state.is_over:
         facts.add_row("speed", Text(describe_slow_ranks(run.slow), "yellow"))
+    if run.repetitions:
+        is_equal = not any(one.differs for one in run.repetitions)
+        facts.add_row("repeated", Text(describe_repetitions(run.repetitions), "" if is_equal else "yellow"))
     if run.restarts_left is not None and not run.state.is_over:
         facts.add_row("budget", f"{run.restarts_left} restarts before the next new checkpoint")
 

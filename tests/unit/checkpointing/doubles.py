@@ -12,8 +12,10 @@ from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.agent.events import Event
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import FIRST_STAGE, TrainingStage
+from checkpointing.format.step_record import RING_BYTES
 from checkpointing.host.environment import RankSettings
 from checkpointing.host.heartbeat import ControlPage, Heartbeat
+from checkpointing.host.shared_memory import SharedMemory
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.manager.options import Options
 from checkpointing.process.ranks import Ranks
@@ -32,6 +34,7 @@ class Client(Arenas, Agent):
         Arenas.__init__(self)
         Agent.__init__(self, directory, *snapshots)
         self.control = ControlPage.create(1)
+        self.step_ring = SharedMemory.create("step-record", RING_BYTES)
         self.commits: list[int] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.errors: dict[int, str] = {}

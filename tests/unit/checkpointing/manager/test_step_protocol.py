@@ -23,11 +23,12 @@ class Rank:
             CadenceClock(cadence, self.now),
             is_first=is_first,
             stop_wanted=lambda: self.stop,
+            differs=lambda: self.differs,
             measure=lambda: Measured(0.01, False, self.last_commit),
             is_committed=self.committed.__contains__,
         )
 
-    now = 0.0
+    now, differs = 0.0, False
 
     def step(self, number: int, seconds: float = 2.0) -> Due:
         Rank.now += seconds
@@ -68,6 +69,12 @@ def test_a_request_to_stop_is_agreed_on_by_the_next_step() -> None:
     rank = Rank(Cadence(), is_first=False)
     rank.stop = True
     assert [rank.step(1).stop, rank.step(2).stop] == [False, True]
+
+
+def test_any_rank_tells_the_others_of_a_difference() -> None:
+    rank = Rank(Cadence(), is_first=False)
+    rank.differs = True
+    assert [rank.step(1).differs, rank.step(2).differs] == [False, True]
 
 
 def test_between_steps_a_stop_is_agreed_on_by_the_next_call() -> None:

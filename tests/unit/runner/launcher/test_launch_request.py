@@ -76,6 +76,7 @@ def test_an_attempt_reaches_the_ranks_as_one_typed_value() -> None:
         location="/store",
         local_tier="/nvme",
         resume="auto",
+        verify="auto",
         lineage="run",
         num_failures=2,
         observed_s=90.0,

@@ -1,0 +1,141 @@
+"""The step record: what each of a rank's last thousand steps computed, in digests that a resumed run compares.
+
+A record is kept in memory that outlives the rank, and in each checkpoint; see `checkpointing.proof`. Its bytes are a
+file format.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+# Steps that a file has. Memory has room for some more, which are recorded while the file is made.
+FILE_STEPS = 1000
+CAPACITY = 1024
+# What is compared, in the order in which one is the cause of those after it; the position is its bit in a file.
+FIELDS = (
+    *("batch", "torch", "device", "numpy", "python"),
+    *("loss", "gradient_norm", "loss_scale", "learning_rate", "parameters"),
+)
+_WORD = (1 << 64) - 1
+# Step, history, which fields are known and which have differed, tokens, the fields, checksum.
+_RECORD = struct.Struct(f"<QIII{len(FIELDS)}QI")
+RECORD_BYTES = _RECORD.size
+RING_BYTES = CAPACITY * RECORD_BYTES
+
+
+def history_of(stage: str, rank: int, world_size: int) -> int:
+    """Return the number of a history: the steps of another stage, rank or number of ranks are not comparable."""
+    return zlib.crc32(f"{stage}/{rank}/{world_size}".encode())
+
+
+def float_bits(value: float) -> int:
+    """Return the bits of a number; every NaN and infinity has its own."""
+    return int.from_bytes(struct.pack("<d", value), "little")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one rank computed in one step.
+
+    Attributes:
+        step: Number of the step.
+        values: 64-bit digests, or the bits of a number, by the names in `FIELDS`; what is not known is left out.
+        tokens: Number of tokens, or of other numbers, in the first tensor of each micro-batch.
+        differed: What differed, where this was a repetition, from what was computed before.
+    """
+
+    step: int
+    values: Mapping[str, int]
+    tokens: int = 0
+    differed: tuple[str, ...] = ()
+
+    def differences(self, other: StepRecord) -> tuple[str, ...]:
+        """Return the names of what both know and is not the same, in the order of `FIELDS`."""
+        both = [name for name in FIELDS if name in self.values and name in other.values]
+        return tuple(name for name in both if self.values[name] != other.values[name])
+
+    def pack(self, history: int) -> bytes:
+        """Return the bytes in a ring."""
+        known = _bits(self.values) | _bits(self.differed) << len(FIELDS)
+        values = (self.values.get(name, 0) & _WORD for name in FIELDS)
+        data = _RECORD.pack(self.step, history, known, min(self.tokens, 0xFFFFFFFF), *values, 0)[:-4]
+        return data + zlib.crc32(data).to_bytes(4, "little")
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview, history: int) -> StepRecord | None:
+        """Parse the bytes in a ring; None for what is torn, empty, or of another history."""
+        step, of, known, tokens, *values, checksum = _RECORD.unpack(data)
+        if of != history or checksum != zlib.crc32(data[:-4]):
+            return None
+        every = dict(zip(FIELDS, values, strict=True))
+        found = {name: every[name] for name in _names(known)}
+        return cls(step, found, tokens, tuple(_names(known >> len(FIELDS))))
+
+
+def _bits(names: Collection[str]) -> int:
+    return sum(1 << number for number, name in enumerate(FIELDS) if name in names)
+
+
+def _names(bits: int) -> list[str]:
+    return [name for number, name in enumerate(FIELDS) if bits >> number & 1]
+
+
+class StepRing:
+    """The newest records of one rank, in memory of `RING_BYTES`.
+
+    Args:
+        memory: Writable; zeros where nothing was recorded.
+        history: See `history_of`; records of another one count as missing.
+    """
+
+    def __init__(self, memory: memoryview, history: int) -> None:
+        self._memory, self._history = memory, history
+
+    def put(self, record: StepRecord) -> None:
+        """Write a step's record, in place of an older step's."""
+        self._memory[self._place(record.step)] = record.pack(self._history)
+
+    def get(self, step: int) -> StepRecord | None:
+        """Return a step's record; None where there is none."""
+        found = StepRecord.unpack(self._memory[self._place(step)], self._history)
+        return found if found is not None and found.step == step else None
+
+    def records(self) -> dict[int, StepRecord]:
+        """Return all records, by step, in order."""
+        return parse_records(self._memory, self._history)
+
+    def clear(self) -> None:
+        """Forget all records."""
+        self._memory[:] = bytes(len(self._memory))
+
+    def to_bytes(self, last: int | None = None) -> bytes:
+        """Return the records up to a step as a file, in order."""
+        records = self.records()
+        end = max(records, default=0) if last is None else last
+        kept = (record for step, record in records.items() if end - FILE_STEPS < step <= end)
+        return b"".join(record.pack(self._history) for record in kept)
+
+    @staticmethod
+    def _place(step: int) -> slice:
+        start = step % CAPACITY * RECORD_BYTES
+        return slice(start, start + RECORD_BYTES)
+
+
+def parse_records(data: bytes | memoryview, history: int) -> dict[int, StepRecord]:
+    """Return the records of a history in a file, or a ring, by step, in order; what is torn is left out."""
+    whole = len(data) // RECORD_BYTES * RECORD_BYTES
+    found = (StepRecord.unpack(data[at : at + RECORD_BYTES], history) for at in range(0, whole, RECORD_BYTES))
+    return in_order(record for record in found if record is not None)
+
+
+def newest_step(data: bytes | memoryview) -> int:
+    """Return the newest step that a ring has a record of, of any history; 0 where it is empty."""
+    return max(int(_RECORD.unpack_from(data, at)[0]) for at in range(0, RING_BYTES, RECORD_BYTES))
+
+
+def in_order(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
+    """Return records by step, in order."""
+    return {record.step: record for record in sorted(records, key=lambda record: record.step)}
