@@ -120,6 +120,13 @@ class LoaderCursor:
         """Class name of what gives the order, for messages."""
         return self._samplers.name if self._samplers is not None else type(self._base.dataset).__name__
 
+    @property
+    def drawn_from(self) -> list[object]:
+        """The objects whose generators decide on order and samples: their state is a part of the position."""
+        base = self._base
+        parts = [base.batch_sampler, base.sampler, base.generator, base.dataset, base.collate_fn]
+        return [part for part in parts if part is not None]
+
     # -- called by the training loop -----------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int) -> None:

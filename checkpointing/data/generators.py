@@ -12,87 +12,30 @@ index that carries a seed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import random
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-# Levels of attributes that are searched for generators.
-_MAX_DEPTH = 2
-_MAX_ITEMS = 64
-_CONTAINERS = (list, tuple, dict)
-_SIMPLE = (int, float, str, bool, type(None))
+from checkpointing.process.reachable import reachable
+
 _NUMPY_BIT_GENERATORS = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 # get_bit_generator and set_bit_generator are missing in numpy's stubs.
 _NUMPY: Any = np.random
 _SPARE_BIT_GENERATOR = np.random.MT19937()
 
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
 def generators_of(*owners: object) -> Iterator[tuple[str, Any]]:
-    """Iterate over the generators that objects hold, each one once, with the attribute's path.
-
-    The search covers attributes, short lists, tuples and dicts in them, the object of a bound method, the parts of a
-    `functools.partial` and what a function closes over.
-    """
-    # Depth that was left when each object was searched.
-    seen: dict[int, int] = {}
-
-    def walk(owner: object, path: str, depth: int, in_items: bool) -> Iterator[tuple[str, Any]]:
-        if seen.get(id(owner), -1) >= depth:
-            return
-        is_new, seen[id(owner)] = id(owner) not in seen, depth
-        if isinstance(owner, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
-            seen[id(owner)] = _MAX_DEPTH
-            if is_new:
-                yield path, owner
-        else:
-            for value, name, left, is_item in _parts_of(owner, depth, in_items):
-                yield from walk(value, path + name, left, is_item)
-
-    for number, owner in enumerate(owners):
-        yield from walk(owner, str(number), _MAX_DEPTH, False)
-
-
-def _parts_of(owner: object, depth: int, in_items: bool) -> Iterator[tuple[object, str, int, bool]]:
-    """Yield what an object holds: the value, its name, the depth that is left, and whether it is in a container."""
-    if isinstance(owner, functools.partial):
-        for number, value in enumerate([owner.func, *owner.args, *owner.keywords.values()]):
-            yield value, f"({number})", depth, in_items
-    elif isinstance(owner, _CONTAINERS):
-        # Such as the transforms of a composition. Long ones, and those inside others, are data.
-        items = owner.values() if isinstance(owner, dict) else owner
-        for number, value in enumerate(items) if len(owner) <= _MAX_ITEMS and not in_items else ():
-            if not isinstance(value, _SIMPLE):
-                yield value, f"[{number}]", depth, True
-    elif depth and not isinstance(owner, (type, types.ModuleType, torch.Tensor, torch.nn.Module)):
-        attributes = [(name, value) for name, value in _attributes_of(owner).items() if not isinstance(value, _SIMPLE)]
-        # Containers last: what is found in both ways has the path of the attribute.
-        for name, value in sorted(attributes, key=lambda one: isinstance(one[1], _CONTAINERS)):
-            yield value, f".{name}", depth if isinstance(value, _CONTAINERS) else depth - 1, in_items
-
-
-def _attributes_of(owner: object) -> dict[str, Any]:
-    if isinstance(owner, types.MethodType):
-        return {"__self__": owner.__self__}
-    attributes: dict[str, Any] = dict(getattr(owner, "__dict__", {}))
-    if isinstance(owner, types.FunctionType):
-        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
-        attributes |= {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
-    return attributes
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
+    """Iterate over the generators that can be reached from objects, each one once, with its path."""
+    roots = {str(number): owner for number, owner in enumerate(owners)}
+    return ((found.path, found.value) for found in reachable(roots) if isinstance(found.value, GENERATORS))
 
 
 def reseed(generator: Any, seed: int) -> None:
@@ -205,10 +148,12 @@ def batch_seed(seed: int, epoch: int, number: int, rank: int) -> int:
 
 
 @contextlib.contextmanager
-def drawing_by(seed: int, *owners: object) -> Iterator[None]:
+def drawing_by(seed: int, generators: Iterable[tuple[str, Any]] = ()) -> Iterator[None]:
     """Seed Python's, numpy's and torch's CPU generators for the duration of the context; restore them afterwards.
 
-    Generators that `owners` hold are seeded as well, and not restored.
+    Args:
+        seed: 56 bits.
+        generators: Others, by path, that are seeded as well, and not restored.
     """
     python, cpu = random.getstate(), torch.random.get_rng_state()
     # Copying numpy's words back and forth is slow, and this runs once per batch: the bit generator is exchanged for
@@ -219,7 +164,7 @@ def drawing_by(seed: int, *owners: object) -> Iterator[None]:
     np.random.seed(seed % 2**32)
     # `torch.manual_seed` would seed the devices as well.
     torch.default_generator.manual_seed(seed)
-    for path, generator in generators_of(*owners):
+    for path, generator in generators:
         reseed(generator, seed ^ int.from_bytes(hashlib.blake2b(path.encode(), digest_size=4).digest()))
     try:
         yield
@@ -231,14 +176,48 @@ def drawing_by(seed: int, *owners: object) -> Iterator[None]:
             np.random.set_state(words)
 
 
+class _Found:
+    """The generators of a data set and its collate function, which are searched for again while they may be made.
+
+    Args:
+        owners: Data set and collate function.
+    """
+
+    def __init__(self, *owners: object) -> None:
+        self._owners = owners
+        self._num_batches = 0
+        self.generators = list(generators_of(*owners))
+
+    def end_of_batch(self) -> bool:
+        """Search again after batch 1, 2, 4, 8, and so on; return whether the first batch has made any.
+
+        These did not draw by the batch's seed.
+        """
+        self._num_batches += 1
+        if self._num_batches & (self._num_batches - 1):
+            return False
+        known = {id(generator) for _, generator in self.generators}
+        self.generators = list(generators_of(*self._owners))
+        return self._num_batches == 1 and any(id(generator) not in known for _, generator in self.generators)
+
+
 _fetch_unseeded: Any = _MapDatasetFetcher.fetch
 
 
 def _fetch(self: Any, index: Any) -> Any:
     if not isinstance(index, _Seeded):
         return _fetch_unseeded(self, index)
-    with drawing_by(index.seed, self.dataset, self.collate_fn):
-        return _fetch_unseeded(self, _PLAIN[type(index)](index))
+    found = vars(self).get(_FOUND)
+    if found is None:
+        found = vars(self)[_FOUND] = _Found(self.dataset, self.collate_fn)
+    plain = _PLAIN[type(index)](index)
+    with drawing_by(index.seed, found.generators):
+        batch = _fetch_unseeded(self, plain)
+    if found.end_of_batch():
+        with drawing_by(index.seed, found.generators):
+            batch = _fetch_unseeded(self, plain)
+    return batch
 
 
+_FOUND = "_checkpointing_generators"
 _MapDatasetFetcher.fetch = _fetch  # type: ignore[method-assign]

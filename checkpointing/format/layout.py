@@ -47,4 +47,16 @@ def step_record_name(rank: int) -> str:
     return f"{STEP_RECORD_PREFIX}{rank}.bin"
 
 
-PER_RANK_PREFIXES = ("rng_state", "data_state", "rank_state", LOOP_STATE_PREFIX, STEP_RECORD_PREFIX)
+# Every rank's generators that its script holds.
+SCRIPT_STATE_PREFIX = "script_state_"
+
+
+def script_state_name(rank: int) -> str:
+    """Return the name of the file of a rank's generators that its script holds."""
+    return f"{SCRIPT_STATE_PREFIX}{rank}.pt"
+
+
+PER_RANK_PREFIXES = (
+    *("rng_state", "data_state", "rank_state"),
+    *(LOOP_STATE_PREFIX, STEP_RECORD_PREFIX, SCRIPT_STATE_PREFIX),
+)

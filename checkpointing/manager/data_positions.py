@@ -62,6 +62,11 @@ class DataPositions:
         rank, world_size = self._ranks.rank, self._ranks.world_size
         self._place, self._saves = (rank // group_size, world_size // group_size), rank % group_size == 0
 
+    @property
+    def cursors(self) -> list[LoaderCursor]:
+        """The loaders that are followed."""
+        return self._cursors
+
     def forget(self) -> None:
         """Stop following all loaders."""
         self._cursors.clear()

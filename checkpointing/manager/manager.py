@@ -37,6 +37,7 @@ from checkpointing.manager.node_services import AgentConnection, Connect, NodeSe
 from checkpointing.manager.options import Options
 from checkpointing.manager.proving import Proving
 from checkpointing.manager.restoring import Restoring
+from checkpointing.manager.script_state import ScriptState
 from checkpointing.manager.slow_ranks import SpeedComparison, compare_speeds
 from checkpointing.manager.spikes import SkippedSteps
 from checkpointing.manager.step_protocol import Due, Measured, StepProtocol
@@ -75,6 +76,7 @@ class CheckpointManager:
         retention: Which checkpoints are kept.
         restoring: What is restored, in the parts that an integration restores at different moments.
         proving: Records steps, and compares those that are recomputed.
+        script: What the script keeps besides, as far as it can be found.
         finished: Set by an integration: training has reached its end.
     """
 
@@ -182,9 +184,12 @@ class CheckpointManager:
         self.rank, self.world_size, self.retention = ranks.rank, ranks.world_size, options.retention
         self._node = NodeServices(options, ranks, connect)
         self._tracked, self._positions = Tracked(ranks), DataPositions(ranks)
-        self.proving = Proving(options, ranks, self._node, self._tracked, list)
-        self._saving = StepSaves(ranks, self._node, self._tracked, self._positions, self.proving)
-        self.restoring = Restoring(options, ranks, self._node, self._tracked, self._positions, self.proving)
+        self.script = ScriptState(ranks, self._tracked, lambda: self._positions.cursors)
+        self.proving = Proving(options, ranks, self._node, self._tracked, self.script.changed)
+        self._saving = StepSaves(ranks, self._node, self._tracked, self._positions, self.proving, self.script)
+        self.restoring = Restoring(
+            options, ranks, self._node, self._tracked, self._positions, self.proving, self.script
+        )
         self._protocol = StepProtocol(
             FlagSync(ranks.with_new_group().group),
             CadenceClock(options.cadence, time.monotonic(), settings.num_failures, settings.observed_s),
@@ -405,6 +410,7 @@ class CheckpointManager:
         self._tracked.check()
         self._saving.begin(start_step)
         self.proving.begin(start_step)
+        self.script.begin()
 
     def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """End optimizer step number `step`: save when due, stop when all ranks have agreed to.

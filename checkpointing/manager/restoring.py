@@ -14,6 +14,7 @@ from checkpointing.manager.data_positions import DataPositions
 from checkpointing.manager.node_services import NodeServices
 from checkpointing.manager.options import Options
 from checkpointing.manager.proving import Proving
+from checkpointing.manager.script_state import ScriptState
 from checkpointing.manager.tracked import Tracked
 from checkpointing.process.ranks import Ranks
 from checkpointing.resume.restorer import check_nothing_in_the_way, restore_generators
@@ -29,6 +30,7 @@ class Restoring:
         tracked: What is restored.
         positions: In the loaders that are followed.
         proving: Compares what is recomputed.
+        script: What the script keeps besides.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class Restoring:
         tracked: Tracked,
         positions: DataPositions,
         proving: Proving,
+        script: ScriptState,
     ) -> None:
         self._options, self._ranks, self._node, self._tracked = options, ranks, node, tracked
-        self._positions, self._proving = positions, proving
+        self._positions, self._proving, self._script = positions, proving, script
         # The step that was resumed from is in the nodes' memory, and may not be committed.
         self._started_in_shares = False
 
@@ -125,7 +128,8 @@ class Restoring:
         self._node.restorer.load_states(self._tracked.state, point, names)
 
     def restore_rng(self, point: LoadedCheckpoint) -> None:
-        """Set this rank's generators; call it before the first batch is drawn."""
+        """Set this rank's generators, and those of the script; call it before the first batch is drawn."""
+        self._script.restore(point)
         restore_generators(point, self._ranks.rank, self._ranks.world_size)
 
     def load_best(self, retention: Retention, last_step: int, *, together: bool, preferred: int | None) -> int | None:

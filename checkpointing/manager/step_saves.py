@@ -18,6 +18,7 @@ from checkpointing.host.heartbeat import Phase
 from checkpointing.manager.data_positions import DataPositions
 from checkpointing.manager.node_services import NodeServices
 from checkpointing.manager.proving import Proving
+from checkpointing.manager.script_state import ScriptState
 from checkpointing.manager.tracked import Tracked
 from checkpointing.process import rng
 from checkpointing.process.ranks import Ranks
@@ -33,16 +34,23 @@ class StepSaves:
         tracked: What is saved.
         positions: In the loaders that are followed.
         proving: Has the record of the last steps.
+        script: What the script keeps besides.
 
     Attributes:
         last: The last step of a loop that ended.
     """
 
     def __init__(
-        self, ranks: Ranks, node: NodeServices, tracked: Tracked, positions: DataPositions, proving: Proving
+        self,
+        ranks: Ranks,
+        node: NodeServices,
+        tracked: Tracked,
+        positions: DataPositions,
+        proving: Proving,
+        script: ScriptState,
     ) -> None:
         self._ranks, self._node, self._tracked, self._positions = ranks, node, tracked, positions
-        self._proving = proving
+        self._proving, self._script = proving, script
         self.last = LastStep()
 
     def begin(self, start_step: int) -> None:
@@ -74,7 +82,9 @@ class StepSaves:
         rank, world_size = self._ranks.rank, self._ranks.world_size
         generators_file = functools.partial(torch_bytes, dict(generators or rng.state(world_size)))
         own = {**files, rng.file_name(rank, world_size): generators_file, **self._positions.files()}
-        own |= self._proving.files(step)
+        own |= self._proving.files(step) | self._script.files()
+        if commit:
+            self._script.look()
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         shared = {**shared_files, **self._tracked.buckets.files()}
         request = SnapshotRequest(step, samples_consumed, own, shared, retention, finite, wait=wait, commit=commit)

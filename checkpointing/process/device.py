@@ -292,6 +292,12 @@ def generator_words() -> list[memoryview]:
     return [memoryview(torch.get_device_module(kind() or "cpu").get_rng_state().numpy())]
 
 
+def default_generators() -> list[torch.Generator]:
+    """Return the generators that torch draws from where it is given none."""
+    module = torch.get_device_module(kind() or "cpu")
+    return [torch.default_generator, *getattr(module, "default_generators", ())]
+
+
 def set_generator_states(states: Mapping[str, Any]) -> None:
     """Set the accelerators' generators to what `generator_states` returned; does nothing where there are none."""
     name = kind()

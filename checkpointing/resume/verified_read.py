@@ -24,6 +24,7 @@ from checkpointing.format.layout import (
     loop_state_name,
     rank_object_name,
     rank_state_name,
+    script_state_name,
     step_record_name,
 )
 from checkpointing.format.manifest import SnapshotInfo, missing_member
@@ -213,7 +214,7 @@ def read_verified(
             raise InvalidCheckpoint(located.label, f"{lacking} is not among its files")
         # Rank 0's files are also for ranks that did not exist when the checkpoint was written.
         own = {rng.file_name(rank, world_size), *rng.FIRST_RANKS_FILES, loop_state_name(rank), loop_state_name(0)}
-        own.add(step_record_name(rank))
+        own |= {step_record_name(rank), script_state_name(rank), script_state_name(0)}
         # Ranks that draw the same samples save one position. How many they are is known later.
         groups = {rank // size for size in range(1, min(world_size, _LARGEST_GROUP) + 1)}
         own |= {data_state_name(group, 2) for group in groups} | {data_state_name(0, 1), data_state_name(0, 2)}

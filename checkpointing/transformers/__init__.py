@@ -143,7 +143,7 @@ def resilient(
         )
 
     cls = type(trainer)
-    trainer.__class__ = type(f"Resilient{cls.__name__}", (ResilientMixin, cls), {})
+    trainer.__class__ = type(f"Resilient{cls.__name__}", (ResilientMixin, cls), {"__module__": cls.__module__})
     trainer._become_resilient(
         make_manager,
         ResilientOptions(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from transformers.trainer_callback import ExportableState, TrainerControl
 
-from checkpointing.state.tensor_fingerprint import fingerprint
 from checkpointing.state.train_state import hook_states
 
 # TRL's online trainers count by these in what they have generated, and add these up between two log entries.
@@ -19,11 +17,6 @@ _STEPS = ("_step", "_buffer_step")
 _FIGURES = ("_loss_total", "_step_equiv", "_step_eq", "matched_sum")
 # Of the names under which callbacks' states are saved.
 CALLBACK_PREFIX = "callback_"
-# Of these packages' callbacks only tensors are compared: numbers count time, progress and the like.
-_KNOWN_PACKAGES = ("transformers.", "trl.", "checkpointing.", "runner.", "accelerate.", "sentence_transformers.")
-# Number of a module's tensors that are compared: reading all of a large frozen one would take seconds.
-_TENSORS_OF_A_MODULE = 16
-_SIMPLE = (bool, int, float, str)
 
 
 def further_states(trainer: Any) -> dict[str, Any]:
@@ -123,86 +116,20 @@ def stops_epoch(saved: Mapping[str, Any]) -> bool:
     return isinstance(control, Mapping) and bool(control.get("args", {}).get("should_epoch_stop"))
 
 
-def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
-    """Return digests of what could change without being saved, by name, to compare with those taken later.
-
-    These are of attributes of the trainer and its callbacks: modules, tensors, generators, and of a script's own
-    callbacks also numbers, strings and small containers of those. This finds the common cases, not all of them. What
-    is saved is `covered`, by `id`.
-    """
-    found: dict[str, str] = {}
-    saved = set(covered) | {id(trainer.model), id(trainer.model_wrapped)}
-    for callback in trainer.callback_handler.callbacks:
-        kind = type(callback)
-        if isinstance(callback, ExportableState) or id(callback) in saved:
-            continue
-        own = not (kind.__module__ + ".").startswith(_KNOWN_PACKAGES)
-        for name, value in vars(callback).items():
-            if id(value) not in saved and (own or _holds_tensors(value)):
-                _add(found, f"{kind.__name__}.{name}", value, simple=True)
-    for name, value in vars(trainer).items():
-        # Private attributes are those of the Trainer's loop, and what matters of them is saved.
-        if id(value) not in saved and not name.startswith("_"):
-            _add(found, f"{type(trainer).__name__.removeprefix('Resilient')}.{name}", value, simple=False)
-    for number, state in enumerate(hook_states(trainer.model_wrapped)):
-        for name, value in vars(state).items():
-            _add(found, f"communication hook {number} ({type(state).__name__}).{name}", value, simple=True)
-    return found
+def watched(trainer: Any) -> dict[str, object]:
+    """Return the objects of a trainer in which what no checkpoint holds is looked for, by name."""
+    callbacks = {type(callback).__name__: callback for callback in reversed(trainer.callback_handler.callbacks)}
+    hooks = {
+        f"communication hook {number} ({type(state).__name__})": state
+        for number, state in enumerate(hook_states(trainer.model_wrapped))
+    }
+    return {**callbacks, **hooks, type(trainer).__name__.removeprefix("Resilient"): trainer}
 
 
-def _add(found: dict[str, str], name: str, value: Any, *, simple: bool) -> None:
-    # Two callbacks of a class have the same names.
-    if (digest := _digest(value, simple=simple)) is not None:
-        found[name] = digest
-
-
-def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return the names of what differs, sorted."""
-    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(isinstance(part, torch.Tensor) for part in value)
-    return isinstance(value, (torch.nn.Module, torch.Tensor, torch.Generator))
-
-
-def _digest(value: Any, *, simple: bool) -> str | None:
-    """Return the digest of an attribute; None if it is, or contains, something that is not compared."""
-    parts: Iterable[Any]
-    if isinstance(value, torch.nn.Module):
-        state = [tensor for tensor in value.state_dict().values() if isinstance(tensor, torch.Tensor)]
-        half = _TENSORS_OF_A_MODULE // 2
-        parts = state if len(state) <= 2 * half else [*state[:half], *state[-half:]]
-    elif isinstance(value, torch.Generator):
-        parts = [value.get_state()]
-    elif isinstance(value, torch.Tensor) or (simple and isinstance(value, (*_SIMPLE, list, tuple, dict, set))):
-        parts = _flat(value)
-    else:
-        return None
-    digest = hashlib.blake2b(digest_size=8)
-    # One after the other: a container may be large, or hold itself behind what is not compared.
-    for part in parts:
-        if isinstance(part, torch.Tensor):
-            flat = [part.detach().contiguous().reshape(-1).view(torch.uint8)] if part.numel() else []
-            digest.update(repr(fingerprint(flat).tolist()).encode())
-        elif isinstance(part, (*_SIMPLE, type(None))):
-            digest.update(repr(part).encode() + b",")
-        else:
-            return None
-    return digest.hexdigest()
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield key
-            yield from _flat(part)
-    elif isinstance(value, (list, tuple, set)):
-        yield len(value)
-        for part in value:
-            yield from _flat(part)
-    else:
-        yield value
+def saved_by_the_loop(trainer: Any) -> list[object]:
+    """Return the objects of a trainer that are saved, or belong to its loop, of which what matters is saved."""
+    callbacks = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+    loop = [trainer.accelerator, trainer.args, trainer.state, trainer.control, trainer.callback_handler]
+    own = [trainer._manager, trainer._session, trainer._options, trainer._notices]
+    wrapper = [trainer.model_wrapped] if trainer.model_wrapped is not trainer.model else []
+    return [*callbacks, *loop, *own, *wrapper, trainer.optimizer, trainer.lr_scheduler]

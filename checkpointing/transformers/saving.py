@@ -20,7 +20,7 @@ from checkpointing.process import rng
 from checkpointing.snapshot.request import SmallFile
 from checkpointing.state.adapter import Adapter
 from checkpointing.transformers.callback import CommitNotices, outside_steps
-from checkpointing.transformers.further_states import changed, export_states, further_states, restore_states, uncovered
+from checkpointing.transformers.further_states import export_states, further_states, restore_states
 from checkpointing.transformers.loop_state import JobRecord, LoopState, evaluated_metrics, state_file
 from checkpointing.transformers.train_call import ResilientOptions, TrainCall
 from checkpointing.transformers.wrapped_models import configuration_files, set_batch_shape, tracked_model
@@ -67,10 +67,6 @@ class SavingMixin(_Base):
 
     def _further_states(self) -> dict[str, Any]:
         return further_states(self) | dict(self._options.states)
-
-    def _uncovered(self) -> dict[str, str]:
-        saved = [*self._further_states().values(), self.optimizer, self.lr_scheduler, self._manager]
-        return uncovered(self, {id(value) for value in saved})
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -141,7 +137,6 @@ class SavingMixin(_Base):
             return
         if commit:
             self.store_flos()
-            self._warn_of_uncovered()
         # As the Trainer does before it saves.
         self.state.stateful_callbacks |= export_states([*self.callback_handler.callbacks, self.control])
         self._track()
@@ -170,20 +165,6 @@ class SavingMixin(_Base):
             except Preempted:
                 self._notices.notify_all()
                 raise
-
-    def _warn_of_uncovered(self) -> None:
-        """At the first save, warn of what training has changed and no checkpoint holds."""
-        session = self._session
-        before, session.uncovered = session.uncovered, None
-        if before is None or not self.args.should_save:
-            return
-        if names := changed(before, self._uncovered()):
-            logger.warning(
-                "training has changed what no checkpoint holds: %s. A resumed run begins with the values that "
-                "the script sets. If that matters, pass objects with state_dict and load_state_dict to resilient(..., "
-                "states={...}), or derive the callback from transformers' ExportableState",
-                ", ".join(names),
-            )
 
     def _loop_state(self) -> LoopState:
         session, start = self._session, self._session.start

@@ -137,8 +137,6 @@ class TrainCall:
     stopping: bool = False
     # The loop has ended.
     is_finalizing: bool = False
-    # Digests of what could change without being saved, as training began; None once they were compared.
-    uncovered: dict[str, str] | None = None
 
     @classmethod
     def of(cls, trainer: Any, layout: StepLayout) -> TrainCall:

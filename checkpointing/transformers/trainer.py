@@ -20,7 +20,13 @@ from checkpointing.manager.spikes import SkippedSteps
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.callback import CommitNotices, EvaluationCutShort, StepCallback, watch_callbacks
 from checkpointing.transformers.exact import ExactMixin
-from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead, stops_epoch
+from checkpointing.transformers.further_states import (
+    CALLBACK_PREFIX,
+    generates_ahead,
+    saved_by_the_loop,
+    stops_epoch,
+    watched,
+)
 from checkpointing.transformers.job_shape import DataRanks, batch_shape, cut_micro_batches, job_of
 from checkpointing.transformers.loop_state import LoopState
 from checkpointing.transformers.saving import SavingMixin
@@ -117,9 +123,9 @@ class ResilientMixin(ExactMixin, SavingMixin):
             names = {name for name in self._further_states() if name.startswith(CALLBACK_PREFIX)}
             manager.restoring.restore_states(session.start.point, names)
         manager.announce_batch(batch_shape(self, session.data.shared_samples))
+        manager.script.roots, manager.script.saved = lambda: watched(self), lambda: saved_by_the_loop(self)
         manager.begin(step, self.state.max_steps)
         session.figures.loss_since = session.recorded_step = step
-        session.uncovered = self._uncovered()
 
     def _on_train_end(self) -> None:
         self._manager.finished = not self._session.stopping and self.state.global_step >= self.state.max_steps

@@ -1,4 +1,4 @@
-"""What TRL's trainers and callbacks keep besides the model, and what no checkpoint holds."""
+"""What TRL's trainers and callbacks keep besides the model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from checkpointing.transformers.further_states import (
     Attributes,
     RunningStatistics,
-    changed,
     export_states,
     further_states,
     generates_ahead,
     restore_states,
     stops_epoch,
-    uncovered,
 )
 
 
@@ -142,56 +140,3 @@ def test_something_else_is_an_error() -> None:
 def test_whether_the_epoch_was_to_end_is_known(stops: bool) -> None:
     assert stops_epoch(export_states([TrainerControl(should_epoch_stop=stops)])) is stops
     assert not stops_epoch({})
-
-
-# -- what no checkpoint holds ------------------------------------------------------------------------------------------
-
-
-class Own:
-    def __init__(self) -> None:
-        self.count, self.average, self.odd = 0, torch.zeros(2), object()
-        self.history: list[Any] = [1, {"a": None}]
-
-
-def holding(*callbacks: Any, **attributes: Any) -> Any:
-    model = torch.nn.Linear(1, 1)
-    handler = SimpleNamespace(callbacks=list(callbacks))
-    return SimpleNamespace(callback_handler=handler, model=model, model_wrapped=model, **attributes)
-
-
-def test_what_a_callback_of_the_script_changes_is_named() -> None:
-    own = Own()
-    subject = holding(own)
-    before = uncovered(subject, set())
-    own.count, own.odd = 1, object()
-    own.average += 1
-    own.history[1]["a"] = 2
-    assert changed(before, uncovered(subject, set())) == ["Own.average", "Own.count", "Own.history"]
-
-
-def test_a_callback_without_a_value_hides_no_other_of_its_class() -> None:
-    first, second = Own(), Own()
-    second.count = object()  # type: ignore[assignment]
-    subject = holding(first, second)
-    before = uncovered(subject, set())
-    first.count = 1
-    assert "Own.count" in changed(before, uncovered(subject, set()))
-
-
-def test_what_is_saved_is_not_named() -> None:
-    own, stopping = Own(), EarlyStoppingCallback()
-    subject = holding(own, stopping)
-    before = uncovered(subject, {id(own)})
-    own.count, stopping.early_stopping_patience_counter = 1, 1
-    subject.model.weight.data.fill_(3.0)
-    assert changed(before, uncovered(subject, {id(own)})) == []
-
-
-def test_of_a_trainer_only_what_holds_tensors_counts() -> None:
-    subject = holding(teacher=torch.nn.Linear(2, 2), generator=torch.Generator(), count=0, _private=torch.zeros(1))
-    before = uncovered(subject, set())
-    subject.teacher.weight.data.fill_(1.0)
-    torch.rand((), generator=subject.generator)
-    subject.count, subject._private = 1, torch.ones(1)
-    names = changed(before, uncovered(subject, set()))
-    assert names == ["SimpleNamespace.generator", "SimpleNamespace.teacher"]

@@ -209,20 +209,6 @@ def test_configuration_is_written_once_by_the_first_rank_of_a_node(tmp_path: Pat
     assert subject._manager.static_files == {"tokenizer.json": b"{}"}
 
 
-def test_what_no_checkpoint_holds_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Own:
-        count = 0
-
-    subject, own = Subject(tmp_path), Own()
-    own.count = 1
-    subject.callback_handler.callbacks.append(own)
-    subject._session.uncovered = subject._uncovered()
-    own.count = 2
-    for _ in range(2):
-        subject._snapshot(commit=True)
-    assert caplog.text.count("training has changed what no checkpoint holds: Own.count") == 1
-
-
 LOADERS = [
     ("_load_from_checkpoint", "restore_model"),
     ("_load_optimizer_and_scheduler", "restore_optimizer"),

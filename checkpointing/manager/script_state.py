@@ -1,0 +1,131 @@
+"""What a script keeps besides model, optimizer and data: its generators are saved, and what else changes is named."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from checkpointing.data.cursor import LoaderCursor
+from checkpointing.data.generators import GENERATORS, generator_state, generators_of, set_generator_state
+from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
+from checkpointing.files.torch_files import torch_bytes
+from checkpointing.format.layout import script_state_name
+from checkpointing.manager.tracked import Tracked
+from checkpointing.process import device
+from checkpointing.process.ranks import Ranks
+from checkpointing.process.reachable import reachable
+from checkpointing.proof.coverage import Coverage, listed, script_variables
+from checkpointing.snapshot.request import SmallFile
+
+logger = logging.getLogger("checkpointing")
+
+
+class ScriptState:
+    """What can be reached from a training, and nobody has declared.
+
+    Args:
+        ranks: This rank.
+        tracked: What is saved.
+        cursors: Returns the loaders that are followed: what their samplers draw from is a part of the position.
+        reports: Whether changes are looked for.
+
+    Attributes:
+        roots: Returns further objects to search, by name.
+        saved: Returns further objects that are saved, or that do not matter: the search leaves them out.
+    """
+
+    def __init__(
+        self, ranks: Ranks, tracked: Tracked, cursors: Callable[[], Collection[LoaderCursor]], *, reports: bool = True
+    ) -> None:
+        self._ranks, self._tracked, self._cursors, self._reports = ranks, tracked, cursors, reports
+        self.roots: Callable[[], Mapping[str, object]] = dict
+        self.saved: Callable[[], Collection[object]] = list
+        self._coverage = Coverage(self._roots, self._covered, without=self._without)
+        self._generators: dict[str, Any] = {}
+        self._num_snapshots = 0
+
+    def begin(self) -> None:
+        """Note how everything is before the first step."""
+        self._num_snapshots = 0
+        if self._reports and self._ranks.is_first:
+            self._coverage.begin()
+
+    def look(self) -> None:
+        """At a save: warn of what training has changed and no checkpoint holds."""
+        if self._reports and self._ranks.is_first and (names := self._coverage.at_save()):
+            logger.warning(
+                "training has changed what no checkpoint holds: %s. A resumed run begins with the values that the "
+                "script sets. If that matters, pass objects with state_dict and load_state_dict in `states`, or derive "
+                "a callback from transformers' ExportableState",
+                listed(names),
+            )
+
+    def changed(self) -> list[str]:
+        """Return the names of what training has changed so far and no checkpoint holds."""
+        return self._coverage.changed()
+
+    def files(self) -> dict[str, SmallFile]:
+        """Return this rank's file of a checkpoint; none where no generator was found."""
+        self._num_snapshots += 1
+        # Generators that are made later are found at the next of these.
+        if self._num_snapshots & (self._num_snapshots - 1) == 0:
+            self._generators = self._found()
+        if not self._generators:
+            return {}
+        states = {path: generator_state(generator) for path, generator in self._generators.items()}
+        return {script_state_name(self._ranks.rank): functools.partial(torch_bytes, {"generators": states})}
+
+    def restore(self, point: LoadedCheckpoint) -> None:
+        """Set the script's generators to where the checkpoint has them."""
+        name = next(filter(point.has, (script_state_name(self._ranks.rank), script_state_name(0))), None)
+        if name is None:
+            return
+        with point.reading(name):
+            states = point.torch_object(name)["generators"]
+            generators = self._found()
+            for path, state in states.items():
+                if path in generators:
+                    set_generator_state(generators[path], state)
+        if missing := sorted(states.keys() - generators.keys()):
+            logger.warning(
+                "%s has the states of generators that the script has not made yet: %s. They begin from their seeds "
+                "again: make them before training resumes",
+                point.label,
+                listed(missing),
+            )
+
+    def _roots(self) -> dict[str, object]:
+        model = {"model": self._tracked.state.model} if self._tracked.has_training else {}
+        return {**self.roots(), **model, **script_variables()}
+
+    def _found(self) -> dict[str, Any]:
+        known = {id(generator) for generator in self._known_generators()}
+        found = [one for one in reachable(self._roots(), self._without()) if isinstance(one.value, GENERATORS)]
+        return {
+            one.path: one.value for one in found if isinstance(one.value, GENERATORS) and id(one.value) not in known
+        }
+
+    def _known_generators(self) -> Iterator[Any]:
+        """Yield the process's own, and those that loaders draw from, which are a part of the position."""
+        yield from device.default_generators()
+        for cursor in self._cursors():
+            yield from (generator for _, generator in generators_of(*cursor.drawn_from))
+
+    def _without(self) -> set[int]:
+        state = self._tracked.state
+        parts = [state.optimizer, state.torch_optimizer, state.scheduler, state.scaler, state.held_as]
+        others = [one for one in state.states.values() if not isinstance(one, torch.nn.Module)]
+        return {id(one) for one in [*parts, *others, *self.saved()] if one is not None}
+
+    def _covered(self) -> set[int]:
+        state = self._tracked.state
+        saved = [state.model, *(one for one in state.states.values() if isinstance(one, torch.nn.Module))]
+        found = set[int]()
+        for model in filter(None, saved):
+            found |= {id(module) for module in model.modules()}
+            found |= {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        return found

@@ -1,0 +1,200 @@
+"""Objects that can be reached from others: by attributes, items, closures, and globals that functions name.
+
+A search finds what nobody has declared: generators that a data set draws from, counters that a loss keeps. It is
+bounded, since what can be reached may be the whole process.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+# Objects of one search; a composition of transforms has dozens, a model's modules some thousand.
+MAX_OBJECTS = 10_000
+# Longer containers are data.
+_MAX_ITEMS = 64
+SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, np.ndarray, np.generic, torch.dtype)
+_OURS = ("checkpointing", "runner")
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+# What `vars` of every module has; its tensors are looked at as those of the module.
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+class Reached(NamedTuple):
+    """An object that a search has reached.
+
+    Attributes:
+        path: How, from one of the roots.
+        value: The object; also what is simple (numbers, text, tensors), into which a search does not go.
+        is_own: Whether code of the script keeps it: as an attribute of one of its classes, or in a closure.
+    """
+
+    path: str
+    value: Any
+    is_own: bool = False
+
+
+def reachable(
+    roots: Mapping[str, object], without: Collection[int] = (), limit: int = MAX_OBJECTS
+) -> Iterator[Reached]:
+    """Iterate over the objects that roots hold, the nearest first, each one once.
+
+    Args:
+        roots: Where the search begins, by the names that paths begin with.
+        without: Ids of objects that are left out, with what only they hold.
+        limit: Number of objects after which it ends.
+    """
+    waiting = deque(Reached(name, value) for name, value in roots.items())
+    seen = set(without)
+    # Objects that are made on the way, such as bound methods, must keep their ids.
+    kept: list[object] = []
+    while waiting and len(kept) < limit:
+        reached = waiting.popleft()
+        if not isinstance(reached.value, SIMPLE):
+            if id(reached.value) in seen:
+                continue
+            seen.add(id(reached.value))
+            kept.append(reached.value)
+            waiting.extend(_parts_of(reached))
+        yield reached
+
+
+def _parts_of(reached: Reached) -> Iterator[Reached]:
+    """Yield what an object holds itself."""
+    path, owner, is_own = reached
+    if isinstance(owner, functools.partial):
+        for number, value in enumerate([owner.func, *owner.args, *owner.keywords.values()]):
+            yield Reached(f"{path}({number})", value, is_own)
+    elif isinstance(owner, types.MethodType):
+        yield Reached(f"{path}.__self__", owner.__self__)
+        yield from _parts_of(Reached(path, owner.__func__))
+    elif isinstance(owner, types.FunctionType):
+        own = is_own_module(owner.__module__)
+        yield from (Reached(path + name, value, own) for name, value in _parts_of_function(owner))
+    elif isinstance(owner, _CONTAINERS):
+        if len(owner) <= _MAX_ITEMS:
+            items = owner.values() if isinstance(owner, Mapping) else owner
+            yield from (Reached(f"{path}[{number}]", value, is_own) for number, value in enumerate(items))
+    elif not isinstance(owner, (type, types.ModuleType)) and not _is_left_out(type(owner)):
+        kind: Any = type(owner)
+        stored, all_own = stored_by(kind)
+        attributes = attributes_of(owner)
+        for name, value in attributes.items():
+            yield Reached(f"{path}.{name}", value, all_own or name in stored)
+        yield from (Reached(path + name, value, True) for name, value in _parts_of_class(type(owner), attributes))
+
+
+def attributes_of(owner: Any) -> dict[str, Any]:
+    """Return an object's own attributes, by name, without asking its properties.
+
+    Of a module these are its submodules, and what it has besides what every module has.
+    """
+    found = dict(getattr(owner, "__dict__", {}))
+    if isinstance(owner, torch.nn.Module):
+        found = {**owner._modules, **{name: value for name, value in found.items() if name not in _OF_EVERY_MODULE}}
+    for base in type(owner).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            member = vars(base).get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    found[name] = member.__get__(owner)
+                except AttributeError:
+                    continue
+    return found
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:
+            continue  # It is empty.
+    yield from ((f".{name}", value) for name, value in named_globals(function).items())
+    for number, value in enumerate(function.__defaults__ or ()):
+        yield f"({number})", value
+
+
+def _parts_of_class(kind: type, hidden: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield what a script's classes hold, except where an object hides it, and the globals that their methods name."""
+    for base in kind.__mro__:
+        if is_own_module(base.__module__):
+            for name, value in vars(base).items():
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, types.FunctionType):
+                    yield from ((f".{name}.{key}", found) for key, found in named_globals(function).items())
+                elif not name.startswith("__") and name not in hidden:
+                    yield f".{name}", value
+
+
+def named_globals(function: types.FunctionType) -> dict[str, Any]:
+    """Return the globals of its module that a function of a script names, and those that it names of other such."""
+    if not is_own_module(function.__module__):
+        return {}
+    found: dict[str, Any] = {}
+    names = names_in(function.__code__)
+    for name in sorted(names & function.__globals__.keys()):
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType):
+            inside = vars(value) if is_own_module(value.__name__) else {}
+            found |= {f"{name}.{other}": inside[other] for other in sorted(names & inside.keys())}
+        elif not isinstance(value, type):
+            found[name] = value
+    return found
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in a function, and in those that it contains."""
+    inner = [names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+@functools.cache
+def stored_by(kind: type) -> tuple[frozenset[str], bool]:
+    """Return the attributes that a script's methods of a class set, and whether all of the class is the script's."""
+    own = [base for base in kind.__mro__ if is_own_module(base.__module__)]
+    names = set[str]()
+    for base in own:
+        for name, value in vars(base).items():
+            function = getattr(value, "__func__", value)
+            if isinstance(function, types.FunctionType):
+                names |= _stored_in(function.__code__)
+            elif not name.startswith("__"):
+                names.add(name)
+    return frozenset(names), len(own) == len(kind.__mro__) - 1
+
+
+def _stored_in(code: types.CodeType) -> set[str]:
+    found = {one.argval for one in dis.get_instructions(code) if one.opname in ("STORE_ATTR", "DELETE_ATTR")}
+    return found.union(*(_stored_in(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+
+
+@functools.cache
+def is_own_module(name: str) -> bool:
+    """Return whether a module belongs to the script, instead of Python, or of an installed package."""
+    module = sys.modules.get(name)
+    if name in ("__main__", "__mp_main__"):
+        return True
+    path = getattr(module, "__file__", None)
+    if path is None or name.partition(".")[0] in _OURS or name in sys.stdlib_module_names:
+        return False
+    installed = {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders = [Path(folder) for folder in installed if folder]
+    return not any(folder in Path(path).parents for folder in folders) and "site-packages" not in Path(path).parts
+
+
+def _is_left_out(kind: type) -> bool:
+    """Return whether an object is of Python's own (a logger, say, by which all others can be reached), or of ours."""
+    root = kind.__module__.partition(".")[0]
+    return root in _OURS or (root in sys.stdlib_module_names and root not in ("__main__", "types", "collections"))
