@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from checkpointing.format.step_record import GENERATORS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -78,13 +80,12 @@ class MeasuredEvent(StepEvent):
         return self.metrics.get(name)
 
 
-_GENERATORS = ("torch", "device", "numpy", "python")
 # Of a step that differs: what that is called, and what has probably led to it.
 _DIFFERENCES = {
     "batch": ("the batch", "The position in the data, or what samples are made from, was not restored"),
     **{
         name: (f"the generators ({name})", "Their state was not restored, or something else draws from them")
-        for name in _GENERATORS
+        for name in GENERATORS
     },
     "loss": (
         "the loss",

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 # Steps that a file has. Memory has room for some more, which are recorded while the file is made.
 FILE_STEPS = 1000
 CAPACITY = 1024
 # What is compared, in the order in which one is the cause of those after it; the position is its bit in a file.
+GENERATORS = ("torch", "device", "numpy", "python")
 FIELDS = (
-    *("batch", "torch", "device", "numpy", "python"),
+    *("batch", *GENERATORS),
     *("loss", "gradient_norm", "loss_scale", "learning_rate", "parameters"),
 )
 _WORD = (1 << 64) - 1
@@ -129,6 +130,29 @@ def parse_records(data: bytes | memoryview, history: int) -> dict[int, StepRecor
     whole = len(data) // RECORD_BYTES * RECORD_BYTES
     found = (StepRecord.unpack(data[at : at + RECORD_BYTES], history) for at in range(0, whole, RECORD_BYTES))
     return in_order(record for record in found if record is not None)
+
+
+def first_difference(one: bytes, other: bytes, without: Collection[str] = ()) -> tuple[int, tuple[str, ...]] | None:
+    """Return the first step that two files of one rank have both recorded with other values, and what differs; or None.
+
+    Args:
+        one: The file of one run of a job.
+        other: That of another run of it.
+        without: Fields that are not compared.
+    """
+    found = [{record.step: record for record in _every(data)} for data in (one, other)]
+    for step in sorted(found[0].keys() & found[1].keys()):
+        differs = [name for name in found[0][step].differences(found[1][step]) if name not in without]
+        if differs:
+            return step, tuple(differs)
+    return None
+
+
+def _every(data: bytes) -> Iterator[StepRecord]:
+    for at in range(0, len(data) // RECORD_BYTES * RECORD_BYTES, RECORD_BYTES):
+        part = data[at : at + RECORD_BYTES]
+        if (record := StepRecord.unpack(part, _RECORD.unpack(part)[1])) is not None:
+            yield record
 
 
 def newest_step(data: bytes | memoryview) -> int:

@@ -65,6 +65,8 @@ NAMES = (
     "snapshot.copied",  # it has copied, and has not told the agent yet
     "training.loss",  # a rank has computed the loss of a micro-batch
     "training.step",  # a rank has finished a step
+    "training.evaluation",  # a Trainer has evaluated a batch
+    "training.epoch",  # an epoch has ended
     "restore.read",  # a rank has read and verified what it resumes from
 )
 

@@ -24,6 +24,7 @@ from checkpointing.lightning.data import FollowedLoaders
 from checkpointing.lightning.loop_state import LightningLoopState
 from checkpointing.manager import stop_signal
 from checkpointing.manager.manager import CheckpointManager
+from checkpointing.manager.rehearsal import ends_rehearsal
 from checkpointing.manager.step_protocol import Due
 from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto
 
@@ -279,12 +280,14 @@ class ResilientCheckpoint(Checkpoint):
         self._due = None
         if manager is None or due is None:
             return
-        if due.stop or due.save or self._metrics:
-            manager.save(step, step, metrics=self._metrics, wait=due.stop)
+        is_last = ends_rehearsal(step)
+        if due.stop or due.save or self._metrics or is_last:
+            manager.save(step, step, metrics=self._metrics, wait=due.stop or is_last)
         elif due.snapshot:
             manager.save(step, step, commit=False)
         if due.stop:
             manager.stop(step)
+        manager.end_rehearsal(step)
 
     def _take_pending(self) -> None:
         point, self._pending = self._pending, None

@@ -17,6 +17,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.torch_files import torch_bytes
 from checkpointing.host.environment import rank_settings
+from checkpointing.host.failpoints import failpoint
 from checkpointing.process import rng
 from checkpointing.process.ranks import Ranks
 
@@ -174,4 +175,5 @@ class DataPositions:
                 cursor.consume(counted)
                 yield batches
                 batches = list(itertools.islice(iterator, size))
+            failpoint("training.epoch")
             epoch += 1

@@ -36,11 +36,12 @@ from checkpointing.manager.data_positions import DataPositions
 from checkpointing.manager.node_services import AgentConnection, Connect, NodeServices
 from checkpointing.manager.options import Options
 from checkpointing.manager.proving import Proving
+from checkpointing.manager.rehearsal import RehearsalOver, ends_rehearsal, rehearsal
 from checkpointing.manager.restoring import Restoring
 from checkpointing.manager.script_state import ScriptState
 from checkpointing.manager.slow_ranks import SpeedComparison, compare_speeds
 from checkpointing.manager.spikes import SkippedSteps
-from checkpointing.manager.step_protocol import Due, Measured, StepProtocol
+from checkpointing.manager.step_protocol import EXCHANGE_EVERY_S, Due, Measured, StepProtocol
 from checkpointing.manager.step_saves import StepSaves
 from checkpointing.manager.tracked import Tracked
 from checkpointing.process.ranks import FlagSync, Ranks
@@ -198,6 +199,8 @@ class CheckpointManager:
             differs=lambda: self.proving.has_found_difference,
             measure=self._measure,
             is_committed=self.restoring.is_committed,
+            # A rehearsal has too few steps to leave any out.
+            every_s=EXCHANGE_EVERY_S if rehearsal() is None else 0.0,
         )
         self._speeds: SpeedComparison | None = None
         self._exact: ExactGradients | None = None
@@ -440,6 +443,18 @@ class CheckpointManager:
             self.save(step, samples, metrics=metrics, commit=False)
         if due.stop:
             self.stop(step)
+        self.end_rehearsal(step)
+
+    def end_rehearsal(self, step: int) -> None:
+        """End a rehearsal at its last step, once everything of that step is saved; do nothing in real training.
+
+        Raises:
+            RehearsalOver: It is over, and the state of the step is committed.
+        """
+        if ends_rehearsal(step):
+            self.finished = True
+            self.close()
+            raise RehearsalOver
 
     def report(self, step: int, values: Mapping[str, Any]) -> None:
         """Report what was measured at a step to a supervisor, for status, report and metrics; rank 0's values count.

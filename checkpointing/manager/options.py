@@ -10,6 +10,7 @@ from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers, open_tiers
 from checkpointing.host.environment import VERIFY_ENV, RankSettings
 from checkpointing.host.memory import parse_bytes
+from checkpointing.manager.rehearsal import rehearsal
 from checkpointing.proof.repetition import Verify
 from checkpointing.snapshot.cadence import Cadence
 
@@ -75,6 +76,8 @@ class Options:
             raise ValueError("CheckpointManager needs a location: a directory for the checkpoints")
         if settings.location:
             local_tier = settings.local_tier or None
+        if (short := rehearsal()) is not None:
+            cadence = Cadence(short.snapshot_steps, short.save_steps, None, cadence.overhead_cap)
         tiers = open_tiers(settings.location or own_location, os.fspath(local_tier) if local_tier is not None else None)
         return cls(
             settings=settings,

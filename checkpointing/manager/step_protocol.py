@@ -11,7 +11,7 @@ from checkpointing.process.ranks import Flag, FlagSync
 from checkpointing.snapshot.cadence import CadenceClock
 
 # Ranks exchange flags about this often; where steps are longer, at each.
-_EXCHANGE_EVERY_S = 1.0
+EXCHANGE_EVERY_S = 1.0
 _MAX_INTERVAL = 100
 
 
@@ -62,6 +62,7 @@ class StepProtocol:
         differs: Whether this rank has found a difference that the others do not know of.
         measure: Returns what the clock decides by; called on rank 0 before each exchange.
         is_committed: Whether storage has the checkpoint of a step.
+        every_s: Seconds between two exchanges; where steps are longer, there is one at each.
 
     Attributes:
         awaited: A step whose commit a caller waits for `Due` to report.
@@ -77,10 +78,11 @@ class StepProtocol:
         differs: Callable[[], bool],
         measure: Callable[[], Measured],
         is_committed: Callable[[int], bool],
+        every_s: float = EXCHANGE_EVERY_S,
     ) -> None:
         self._flag_sync, self._clock, self._is_first = flag_sync, clock, is_first
         self._stop_wanted, self._measure, self._is_committed = stop_wanted, measure, is_committed
-        self._differs = differs
+        self._differs, self._every_s = differs, every_s
         # Since the last exchange.
         self._steps_seen, self._asked_at = 0, time.monotonic()
         self.awaited: int | None = None
@@ -135,4 +137,4 @@ class StepProtocol:
                 self._answered = self.awaited
         step_s = (now - self._asked_at) / max(self._steps_seen, 1)
         self._steps_seen, self._asked_at = 0, now
-        return wanted, max(1, min(int(_EXCHANGE_EVERY_S / step_s), _MAX_INTERVAL))
+        return wanted, max(1, min(int(self._every_s / step_s), _MAX_INTERVAL))

@@ -85,7 +85,8 @@ class StepSaves:
         own |= self._proving.files(step) | self._script.files()
         if commit:
             self._script.look()
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        # A loop may give tensors of one number.
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         shared = {**shared_files, **self._tracked.buckets.files()}
         request = SnapshotRequest(step, samples_consumed, own, shared, retention, finite, wait=wait, commit=commit)
         with self._node.heartbeat.during(Phase.SAVING, step):

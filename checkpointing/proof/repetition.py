@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from checkpointing.agent.events import StepsRepeated
 from checkpointing.errors import RepetitionDiffers
-from checkpointing.format.step_record import StepRecord
+from checkpointing.format.step_record import GENERATORS, StepRecord
 from checkpointing.process.ranks import Ranks
 
 Verify = Literal["auto", "strict", "off"]
@@ -55,6 +55,9 @@ class Repetition:
             return ()
         self._first = self._first or record.step
         found = earlier.differences(record)
+        if self._start == 0 and set(found) <= set(GENERATORS):
+            # Nothing was restored: a script need not seed what it does not use.
+            found = ()
         # It differed the last time, too, and not in the same way.
         self._by_itself = bool(found and earlier.differed) and not self._unlike and _RESULTS.issuperset(found)
         if not found and self._is_strict:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from checkpointing.host.failpoints import failpoint
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.process import rng
 
@@ -40,6 +41,7 @@ class StepCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the end of the epoch: what follows it is not a step."""
+        failpoint("training.epoch")
         cursor = self._trainer._session.data.cursor
         if cursor is not None:
             cursor.end_epoch()
@@ -48,6 +50,7 @@ class StepCallback(TrainerCallback):
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Cut an evaluation short where all ranks have agreed to stop."""
         if self._trainer.is_in_train:
+            failpoint("training.evaluation")
             self._trainer._session.evaluation.step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

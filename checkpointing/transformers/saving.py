@@ -16,6 +16,7 @@ from transformers import Trainer
 from checkpointing.errors import Preempted
 from checkpointing.format.layout import TRAINER_STATE_NAME, loop_state_name
 from checkpointing.manager.manager import CheckpointManager
+from checkpointing.manager.rehearsal import ends_rehearsal
 from checkpointing.process import rng
 from checkpointing.snapshot.request import SmallFile
 from checkpointing.state.adapter import Adapter
@@ -155,7 +156,7 @@ class SavingMixin(_Base):
             own,
             shared,
             metrics=evaluated_metrics(self.state),
-            wait=session.stopping or step >= self.state.max_steps or is_best,
+            wait=session.stopping or step >= self.state.max_steps or is_best or ends_rehearsal(step),
             commit=commit,
             generators=session.evaluation.before if session.stopping else None,
         )

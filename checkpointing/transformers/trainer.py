@@ -16,6 +16,7 @@ from checkpointing.errors import CheckpointError, CommitFailed
 from checkpointing.host.environment import rank_settings
 from checkpointing.host.failpoints import failpoint
 from checkpointing.manager.manager import CheckpointManager, skipped_steps
+from checkpointing.manager.rehearsal import ends_rehearsal, rehearsal
 from checkpointing.manager.spikes import SkippedSteps
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.callback import CommitNotices, EvaluationCutShort, StepCallback, watch_callbacks
@@ -30,6 +31,7 @@ from checkpointing.transformers.further_states import (
 from checkpointing.transformers.job_shape import DataRanks, batch_shape, cut_micro_batches, job_of
 from checkpointing.transformers.loop_state import LoopState
 from checkpointing.transformers.saving import SavingMixin
+from checkpointing.transformers.short import shorten
 from checkpointing.transformers.trackers import continue_trackers
 from checkpointing.transformers.train_call import ResilientOptions, Start, TrainCall, choose_start
 from checkpointing.transformers.wrapped_models import adapter_of, advance_schedule, skips_bad_steps
@@ -48,6 +50,8 @@ class ResilientMixin(ExactMixin, SavingMixin):
 
     def _become_resilient(self, make_manager: Callable[[], CheckpointManager], options: ResilientOptions) -> None:
         """Set up what the overrides need, once `resilient` has put them in front of the trainer's class."""
+        if (short := rehearsal()) is not None:
+            shorten(self, short)
         args = self.args
         layout = StepLayout(DataRanks.of(self).planned, args.train_batch_size, args.gradient_accumulation_steps)
         if options.divisor > 1 and generates_ahead(self):
@@ -305,3 +309,6 @@ class ResilientMixin(ExactMixin, SavingMixin):
         due, session.due = session.due, Due()
         if due.snapshot:
             self._snapshot(commit=False)
+        if ends_rehearsal(step):
+            self._snapshot(commit=True)
+            self._manager.end_rehearsal(step)

@@ -22,8 +22,9 @@ import torch
 
 from checkpointing.commit.export import export_checkpoint
 from checkpointing.commit.tiers import open_tiers
-from checkpointing.format.layout import PER_RANK_PREFIXES
+from checkpointing.format.layout import PER_RANK_PREFIXES, STEP_RECORD_PREFIX
 from checkpointing.format.manifest import MANIFEST_NAME
+from checkpointing.format.step_record import first_difference
 
 TRAINER_STATE_NAME = "trainer_state.json"
 _CLOCK = ("_runtime", "_per_second", "tokens_per_s")
@@ -108,6 +109,8 @@ def differences(a: Path, b: Path, tolerance: float | None = None, *, any_ranks: 
             text = "the generators' states differ"
         elif name.endswith((".safetensors", ".pt", ".pth")):
             text = _difference(_load(a / name), _load(b / name), tolerance)
+        elif name.startswith(STEP_RECORD_PREFIX):
+            text = record_difference((a / name).read_bytes(), (b / name).read_bytes(), tolerance)
         elif name.endswith(".json") and tolerance is not None:
             text = _difference(json.loads((a / name).read_text()), json.loads((b / name).read_text()), tolerance)
         else:
@@ -115,6 +118,14 @@ def differences(a: Path, b: Path, tolerance: float | None = None, *, any_ranks: 
         if text:
             found.append(f"{name}: {text}")
     return found
+
+
+def record_difference(a: bytes, b: bytes, tolerance: float | None = None) -> str:
+    """Return which step of two step records differs first, and what; with a tolerance only its batch counts."""
+    found = first_difference(a, b)
+    if found is None or (tolerance is not None and "batch" not in found[1]):
+        return ""
+    return f"step {found[0]} differs: {', '.join(found[1])}"
 
 
 def _equal_generators(a: Path, b: Path) -> bool:

@@ -12,7 +12,7 @@ import click
 from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.storage.object_store import StorageTimeout
 from runner import __version__
-from runner.cli import chaos, checkpoints, forecast, inspect, start
+from runner.cli import chaos, checkpoints, forecast, inspect, rehearse, start
 from runner.errors import ExitCode, RunnerError, unusable
 
 # Heavier imports are inside the commands, to keep `runner --help` fast.
@@ -41,6 +41,7 @@ def cli() -> None:
 _COMMANDS = [
     start.init,
     start.start,
+    rehearse.rehearse,
     inspect.config,
     inspect.status,
     inspect.report,

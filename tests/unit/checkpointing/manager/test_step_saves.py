@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.small_checkpoint import network, write_checkpoint
 from unit.checkpointing.doubles import Connection, manager, options
 
@@ -85,9 +86,10 @@ def test_a_step_that_is_in_memory_can_still_be_committed(job: Job) -> None:
 
 
 def test_only_finite_metrics_decide_which_checkpoint_is_best(job: Job) -> None:
-    job.training.save(3, 12, metrics={"loss": 0.5, "eval_loss": float("nan"), "norm": float("inf")})
+    values: dict[str, Any] = {"loss": torch.tensor(0.5), "eval_loss": float("nan"), "norm": float("inf")}
+    job.training.save(3, 12, metrics=values)
     job.training.wait_for_commit()
-    assert job.client.metrics == {3: {"loss": 0.5}}
+    assert job.client.metrics == {3: {"loss": 0.5}} and type(job.client.metrics[3]["loss"]) is float
 
 
 def test_a_snapshot_in_memory_is_not_waited_for(job: Job) -> None:

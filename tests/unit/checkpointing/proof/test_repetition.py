@@ -63,6 +63,14 @@ def test_where_no_step_is_repeated_nothing_is_said() -> None:
     assert rank.reports == []
 
 
+def test_at_the_beginning_generators_that_nothing_uses_need_no_seed() -> None:
+    rank = Rank(Ranks(), earlier(1, 3), start=0)
+    assert not any(rank.step(torch=7) for _ in range(4))
+    assert rank.reports[0].differs == []
+    used = Rank(Ranks(), earlier(1, 3), start=0)
+    assert used.step(torch=7, loss=0) == ("torch", "loss")
+
+
 def test_training_that_ends_first_reports_what_it_has_compared() -> None:
     rank = Rank(Ranks(), earlier(101, 113))
     rank.step()

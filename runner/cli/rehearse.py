@@ -1,0 +1,88 @@
+"""The command `runner rehearse`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from runner.cli.options import Number, as_json_option, config_options, load
+from runner.errors import ExitCode, UsageError
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@config_options
+@click.option(
+    "--steps", default=12, show_default=True, metavar="N", type=click.IntRange(min=6), help="Steps of each run."
+)
+@click.option("--all", "all_moments", is_flag=True, help="Also fill the disk while it saves.")
+@click.option(
+    "--limit",
+    default=20,
+    show_default=True,
+    metavar="MINUTES",
+    type=Number(min=0, min_open=True),
+    help="Minutes that each run may take.",
+)
+@click.option("--keep", is_flag=True, help="Keep the folders of all runs, also if the job is safe.")
+@as_json_option
+@click.argument("script", required=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def rehearse(
+    steps: int,
+    all_moments: bool,
+    limit: float,
+    keep: bool,
+    as_json: bool,
+    script: str | None,
+    args: tuple[str, ...],
+    **run: Any,
+) -> None:
+    """Prove that a job resumes exactly, before it is started.
+
+    The first steps of the job, as `runner start` would run it, are run undisturbed, again, and then killed and stopped
+    at chosen moments. What all of them compute is compared bit for bit. Nothing of yours is touched: checkpoints and
+    outputs go to a temporary folder, nothing is published, and what follows the training in SCRIPT does not run.
+
+    The exit code is 0 if the job is safe, and 78 if a resumed run is another run, or the job fails by itself.
+    """
+    from runner.rehearse.disturbed_runs import MOMENTS, RehearsedJob
+    from runner.rehearse.page import render, to_json
+    from runner.system import processes
+
+    if script is not None and not Path(script).is_file():
+        raise UsageError(f"script {script!r} does not exist; pass the path of a Python file")
+    config = load({**run, "output_dir": None}, {}, script)
+    folder = Path(run["output_dir"] or tempfile.mkdtemp(prefix="rehearse-")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty; choose another --output-dir, or leave it out")
+    config.make_absolute()
+    (folder / "job.yaml").write_text(config.to_yaml())
+    processes.become_subreaper()
+
+    def report(line: str) -> None:
+        click.echo(line, err=True)
+
+    job = RehearsedJob(
+        folder,
+        ["--config", str(folder / "job.yaml")],
+        [script, *args] if script is not None else [],
+        steps=steps,
+        limit_s=limit * 60,
+        report=report,
+    )
+    findings = job.rehearse([moment for moment in MOMENTS if all_moments or not moment.is_optional])
+    ranks = f"{config.launch.nproc_per_node} ranks" if config.launch.nproc_per_node != "auto" else "all ranks"
+    text = render(findings, script or "the bundled job", ranks, steps)
+    click.echo(json.dumps(to_json(findings, steps), indent=2) if as_json else text)
+    if findings.is_safe and not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        report(f"the folders of all runs are in {folder}")
+    sys.exit(int(ExitCode.DONE if findings.is_safe else ExitCode.DETERMINISTIC))

@@ -1,0 +1,1 @@
+"""`runner rehearse`: proves that a job resumes exactly, before it is started."""
