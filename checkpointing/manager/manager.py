@@ -283,28 +283,32 @@ class CheckpointManager:
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def batches(self, loader: Any) -> Iterator[Any]:
+    def batches(self, loader: Any, *, ahead: int | None = None) -> Iterator[Any]:
         """Iterate over a loader without end, epoch after epoch, from where the checkpoint was made.
 
         For a loop such as `for step, batch in zip(range(manager.resume(), total), manager.batches(loader))`; every
-        batch that was handed out counts as used by the next `step`. The loader's own order is kept, also across
-        epochs; where its sampler, batch sampler or data set has `set_epoch`, it is called. What is drawn at random
-        while a batch is made depends on the batch's number, so that workers need not be in step with training. Call
-        this after `resume`, in the same order for several loaders.
+        batch that was handed out counts as used by the next `step`, but for those that are `ahead`. The loader's own
+        order is kept, also across epochs; where its sampler, batch sampler or data set has `set_epoch`, it is called.
+        What is drawn at random while a batch is made depends on the batch's number, so that workers need not be in
+        step with training. Call this after `resume`, in the same order for several loaders, and draw in the thread
+        that trains.
 
         Args:
             loader: A torch `DataLoader`, or torchdata's `StatefulDataLoader`, whose state is kept where its data set
                 has no length.
+            ahead: Number of batches that a prefetcher of the script's own has drawn, and no step has used yet,
+                whenever `step` is called: a resumed run draws them again. None is 0, with a warning where more batches
+                are drawn before the first step than for each later one.
 
         Raises:
-            ValueError: The manager has virtual ranks, which take `shares`.
+            ValueError: The manager has virtual ranks, which take `shares`; or `ahead` is not a count.
             CheckpointError: It is another kind of loader; or, while iterating, the resumed order differs.
         """
         if self._virtual_ranks is not None:
             raise ValueError(
                 "batches() knows no virtual ranks: iterate over shares(loader), or leave virtual_ranks out"
             )
-        return self._positions.batches(loader)
+        return self._positions.batches(loader, ahead)
 
     def shares(self, loader: Any) -> Iterator[list[Share]]:
         """Iterate over steps without end: for each, what this rank's virtual ranks compute.
@@ -409,13 +413,14 @@ class CheckpointManager:
 
         Raises:
             Preempted: After an agreed stop, once the state is committed.
-            CheckpointError: A share of the step was not computed.
+            CheckpointError: A share of the step was not computed; or batches are drawn in another thread.
         """
         if self._shares is not None:
             if step in skipped_steps():
                 self._shares.skip()
             self._shares.check_done()
             self._shares = None
+        self._positions.end_of_step(step)
         due = self.end_of_step(step)
         samples = step if samples_consumed is None else samples_consumed
         self._saving.last.ended(step, samples, metrics)

@@ -68,7 +68,7 @@ class StepSaves:
         """Snapshot the state of a step; see `CheckpointManager.save`."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
         generators_file = functools.partial(torch_bytes, dict(generators or rng.state(world_size)))
-        own = {**files, rng.file_name(rank, world_size): generators_file, **self._positions.files()}
+        own = {**files, rng.file_name(rank, world_size): generators_file, **self._positions.files(step)}
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         shared = {**shared_files, **self._tracked.buckets.files()}
         request = SnapshotRequest(step, samples_consumed, own, shared, retention, finite, wait=wait, commit=commit)

@@ -45,24 +45,24 @@ def test_batches_continue_where_the_checkpoint_was_made() -> None:
     # Across the end of an epoch, which has three batches.
     before, after = DataPositions(Ranks()), DataPositions(Ranks())
     assert drawn(before, 4) == whole[:4]
-    files, generator = {name: write() for name, write in before.files().items()}, torch.random.get_rng_state()
+    files, generator = {name: write() for name, write in before.files(4).items()}, torch.random.get_rng_state()
     after.restore(point(files))
     assert drawn(after, 5, generator) == whole[4:]
 
 
 def test_nothing_is_saved_where_no_loader_is_followed() -> None:
     positions = DataPositions(Ranks())
-    assert positions.files() == {} and positions.read(point({})) == []
+    assert positions.files(4) == {} and positions.read(point({})) == []
     drawn(positions, 1)
-    assert len(positions.files()) == 1
+    assert len(positions.files(4)) == 1
     positions.forget()
-    assert positions.files() == {}
+    assert positions.files(4) == {}
 
 
 def test_a_rank_that_is_new_takes_rank_0s_positions() -> None:
     written = DataPositions(Ranks())
     drawn(written, 1)
-    files = {name: write() for name, write in written.files().items()}
+    files = {name: write() for name, write in written.files(4).items()}
     assert len(DataPositions(Ranks(1, 2)).read(point(files))) == 1
 
 
@@ -74,7 +74,7 @@ def test_ranks_that_draw_the_same_samples_save_once_and_are_found_on_another_mes
         cursor = LoaderCursor(loader(), seed=0, rank=rank // 2)
         positions.follow(cursor, group_size=2)
         cursor.set_epoch(rank // 2)
-        found = {name: write() for name, write in positions.files().items()}
+        found = {name: write() for name, write in positions.files(4).items()}
         assert list(found) == ([f"data_state_{rank // 2}.pth"] if rank % 2 == 0 else [])
         files |= found
     for rank, group_size in ((1, 1), (2, 2), (3, 2)):
@@ -86,7 +86,7 @@ def test_ranks_that_draw_the_same_samples_save_once_and_are_found_on_another_mes
 def test_a_file_that_holds_no_positions_is_refused() -> None:
     written = DataPositions(Ranks())
     drawn(written, 1)
-    (name,) = written.files()
+    (name,) = written.files(4)
     with pytest.raises(InvalidCheckpoint, match=name):
         written.read(point({name: torch_bytes({"no": "list"})}))
     written.restore(point({name: torch_bytes([{"epoch": "text"}])}))
