@@ -37,6 +37,20 @@ def resume_at(cursor: LoaderCursor, position: Mapping[str, Any]) -> int:
     return epoch
 
 
+def check_one_loader(loader: Any) -> None:
+    """Check that this may be a loader, whose position can be followed.
+
+    Raises:
+        TypeError: It is several loaders, or an iterator.
+    """
+    if isinstance(loader, (list, tuple, Mapping, Iterator)):
+        raise TypeError(
+            f"one DataLoader is followed at a time, not a {type(loader).__name__}: call manager.batches once for each "
+            "loader, in the same order at every start, and combine what it returns, for example "
+            "zip(manager.batches(first), manager.batches(second)). Of an iterator, give the loader itself"
+        )
+
+
 class DataPositions:
     """The loaders of one rank, in the order in which they were given.
 
@@ -108,9 +122,11 @@ class DataPositions:
         """Iterate over a loader without end, from the restored position; see `CheckpointManager.batches`.
 
         Raises:
+            TypeError: It is several loaders, or an iterator.
             ValueError: `ahead` is not a count.
             CheckpointError: The loader is of an unknown kind; or, while iterating, the resumed order differs.
         """
+        check_one_loader(loader)
         if ahead is not None and (type(ahead) is not int or ahead < 0):
             raise ValueError(f"ahead={ahead!r} is not a number of batches: give 0, 1, 2, …")
         cursor = LoaderCursor(loader, seed=torch.initial_seed(), rank=self._ranks.rank)
@@ -137,9 +153,11 @@ class DataPositions:
             Which virtual ranks this rank computes; and for each step their numbers and micro-batches.
 
         Raises:
+            TypeError: It is several loaders, or an iterator.
             CheckpointError: The checkpoint was made with another number of virtual ranks; there are more ranks; or the
                 loader's order may depend on the number of ranks.
         """
+        check_one_loader(loader)
         ranks, restored = self._ranks, self._next_restored()
         layout = Position.from_state(restored).layout if restored is not None else None
         before = layout.world_size if layout is not None else 0

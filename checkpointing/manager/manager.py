@@ -290,8 +290,8 @@ class CheckpointManager:
         batch that was handed out counts as used by the next `step`, but for those that are `ahead`. The loader's own
         order is kept, also across epochs; where its sampler, batch sampler or data set has `set_epoch`, it is called.
         What is drawn at random while a batch is made depends on the batch's number, so that workers need not be in
-        step with training. Call this after `resume`, in the same order for several loaders, and draw in the thread
-        that trains.
+        step with training. Call this after `resume`, once for each loader, in the same order at every start, and draw
+        in the thread that trains.
 
         Args:
             loader: A torch `DataLoader`, or torchdata's `StatefulDataLoader`, whose state is kept where its data set
@@ -301,6 +301,7 @@ class CheckpointManager:
                 are drawn before the first step than for each later one.
 
         Raises:
+            TypeError: It is several loaders, or an iterator.
             ValueError: The manager has virtual ranks, which take `shares`; or `ahead` is not a count.
             CheckpointError: It is another kind of loader; or, while iterating, the resumed order differs.
         """
@@ -328,6 +329,7 @@ class CheckpointManager:
                 virtual rank's micro-batch.
 
         Raises:
+            TypeError: It is several loaders, or an iterator.
             ValueError: The manager has no virtual ranks.
             CheckpointError: The checkpoint was made with another number; there are more ranks; the loader's order may
                 depend on their number; or the model is not one whose gradients can be summed in order. While

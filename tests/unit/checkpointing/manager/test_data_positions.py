@@ -93,3 +93,39 @@ def test_a_file_that_holds_no_positions_is_refused() -> None:
     written.forget()
     with pytest.raises(CheckpointError, match=r"position in .* cannot be parsed"):
         drawn(written, 1)
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        lambda one, two: [one, two],
+        lambda one, two: {"text": one, "images": two},
+        lambda one, two: (one, two),
+        zip,
+        itertools.chain,
+        lambda one, _: iter(one),
+        lambda one, _: itertools.cycle(one),
+        lambda one, _: (batch for batch in one),
+        lambda one, _: enumerate(one),
+    ],
+)
+def test_several_loaders_are_followed_one_by_one(several: Any) -> None:
+    for follow in (DataPositions(Ranks()).batches, lambda loaders: DataPositions(Ranks()).dealt(loaders, 1)):
+        with pytest.raises(TypeError, match=r"not a \w+: call manager.batches once for each loader.*zip\("):
+            follow(several(loader(), loader()))
+
+
+def test_two_loaders_continue_each_from_its_own_position() -> None:
+    def run(positions: DataPositions, count: int, generator: torch.Tensor | None = None) -> list[Any]:
+        torch.manual_seed(3)
+        if generator is not None:
+            torch.random.set_rng_state(generator)
+        pairs = zip(positions.batches(loader()), positions.batches(loader()), strict=True)
+        return [[batch[0].tolist() for batch in pair] for pair in itertools.islice(pairs, count)]
+
+    whole = run(DataPositions(Ranks()), 9)
+    before, after = DataPositions(Ranks()), DataPositions(Ranks())
+    run(before, 4)
+    files, generator = {name: write() for name, write in before.files(4).items()}, torch.random.get_rng_state()
+    after.restore(point(files))
+    assert run(after, 5, generator) == whole[4:]
