@@ -25,7 +25,7 @@ from checkpointing.format.layout import (
     SCHEDULER_NAME,
     rank_state_name,
 )
-from checkpointing.process.trees import freeze, tensors_in
+from checkpointing.process.trees import freeze, kinds_in, tensors_in
 from checkpointing.state.adapter import BASE_NAME, Adapter
 from checkpointing.state.captured_state import CapturedState, versions_of
 from checkpointing.state.kinds import kind_of
@@ -128,12 +128,17 @@ class TrainState:
         return self.kind.expected_bytes(saved, local_world_size, node_share)
 
     def capture(
-        self, *, check: bool = False, local_world_size: int = sys.maxsize, is_spread: bool | None = None
+        self,
+        *,
+        readable: set[object] | None = None,
+        local_world_size: int = sys.maxsize,
+        is_spread: bool | None = None,
     ) -> CapturedState:
         """Capture the state in the training thread, quickly: references to large state, copies of small.
 
         Args:
-            check: Check that everything but the weights can be read back.
+            readable: Kinds of values that can be read back, as far as is known; empty before the first time. Where
+                there are others, everything but the weights is checked, and they are added. None checks nothing.
             local_world_size: Number of ranks on each node, which together copy what is sharded.
             is_spread: Whether some node does not hold all of the model, as all ranks have agreed; None goes by what
                 this rank knows.
@@ -154,7 +159,7 @@ class TrainState:
         are_cloned = sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES
         if are_cloned:
             live |= _clones_of(buffers)
-        is_late = kind.is_cut_late and not check
+        is_late = kind.is_cut_late and readable != set()
         own_buffers = {name: live[name] for name in buffers if kind.has_own_buffers and are_cloned}
         live = dict(kind.weights(live, local_world_size))
         if kind.is_cut and not is_late:
@@ -172,10 +177,11 @@ class TrainState:
         optimizer = kind.optimizer_state(optimizer, local_world_size)
         if kind.is_cut and not is_late:
             optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
-        if check:
+        if readable is not None:
             named = {f"{name}.pt": value for name, value in states.items()}
-            for name, value in {**objects, OPTIMIZER_NAME: optimizer, **named}.items():
-                check_readable(name, value)
+            # What is yet to be cut was seen cut at the first time.
+            late = {OPTIMIZER_NAME} if is_late else set()
+            _check_new_kinds({**objects, OPTIMIZER_NAME: optimizer, **named}, readable, late)
         guards = [tensor for part in parts.values() for tensor in part.guards]
         sources = [
             *named_tensors({name: value for name, value in live.items() if name not in buffers}, "model"),
@@ -323,6 +329,21 @@ class TrainState:
             _fill_buffers(self.model, ranks.get("buffers", {}))
         _load_if_there(self.scheduler, point, SCHEDULER_NAME, own_name)
         _load_if_there(self.scaler, point, SCALER_NAME, own_name)
+
+
+def _check_new_kinds(files: Mapping[str, Any], readable: set[object], late: Set[str]) -> None:
+    """Check that files can be read back which hold kinds of values that were in none before.
+
+    A best loss that was None at first, say, may be a number of a library's own later.
+    """
+    new: set[object] = set()
+    for name, value in files.items():
+        kinds: set[object] = set()
+        kinds_in(value, kinds)
+        if not kinds <= readable and name not in late:
+            check_readable(name, value)
+        new |= kinds
+    readable |= new
 
 
 def _small_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.small_training import Average
@@ -72,13 +73,50 @@ def test_what_further_states_keep_is_not_the_memory_of_the_checkpoint(monkeypatc
     """On an accelerator large files are not copied: the ranks of a node counted each other's steps."""
     monkeypatch.setattr(restore_point, "SMALL_BYTES", 0)
     written, keeper = training(states={"keeper": Keeper()}), Keeper()
-    saved = point(written.capture(check=True))
+    saved = point(written.capture(readable=set()))
     saved.private = False
     held = saved.files["keeper.pt"]
     before = bytes(held)
     training(states={"keeper": keeper}).restore_optimizer(saved, 0)
     keeper.kept["a"] += 1
     assert bytes(held) == before and keeper.kept["view"].tolist() == [1.0, 1.0]
+
+
+class Best:
+    """One of the script's own."""
+
+
+def test_a_kind_of_value_that_comes_later_is_checked_before_it_is_saved() -> None:
+    """A best loss was None until the first evaluation, and then what made every further checkpoint unreadable."""
+    keeper, readable = Keeper(), set[object]()
+    keeper.kept["best"] = None
+    own = training(states={"keeper": keeper})
+    own.capture(readable=readable)
+    keeper.kept["best"] = np.float32(0.5)
+    assert np.float32 not in readable
+    saved = point(own.capture(readable=readable))
+    assert np.float32 in readable
+    read = Keeper()
+    training(states={"keeper": read}).restore_states(saved, 0, {"keeper"})
+    assert read.kept["best"] == np.float32(0.5)
+    keeper.kept["best"] = [Best()]
+    with pytest.raises(CheckpointError, match=r"^keeper.best\[0\]: .*Best cannot be kept"):
+        own.capture(readable=readable)
+
+
+def test_what_has_known_kinds_only_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(train_state, "check_readable", lambda name, _: names.append(name))
+    keeper, readable = Keeper(), set[object]()
+    own = training(states={"keeper": keeper})
+    own.capture(readable=readable)
+    assert {"keeper.pt", "optimizer.pt"} <= set(names)
+    names.clear()
+    own.capture(readable=readable)
+    assert names == []
+    keeper.kept["more"] = 3 + 4j
+    own.capture(readable=readable)
+    assert names == ["keeper.pt"]
 
 
 def test_what_was_trained_and_is_frozen_now_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,7 +153,7 @@ def test_at_a_snapshot_the_model_is_walked_once_for_its_kind(monkeypatch: pytest
 
 def test_what_is_captured_is_restored() -> None:
     written, read = training(0), training(1)
-    saved = point(written.capture(check=True))
+    saved = point(written.capture(readable=set()))
     read.restore_model(saved)
     read.restore_optimizer(saved, 0)
     for name, value in written.model.state_dict().items():
@@ -154,7 +192,7 @@ def test_a_modules_extra_state_is_kept_in_a_file_of_its_own() -> None:
     models = [Counted(2, 2), Counted(2, 2)]
     models[0].count = 7
     states = [TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
-    captured = states[0].capture(check=True)
+    captured = states[0].capture(readable=set())
     assert EXTRA_STATE_NAME in captured.small and not any("extra" in name for name in captured.model)
     states[1].restore_model(point(captured))
     assert models[1].count == 7
