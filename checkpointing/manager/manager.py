@@ -133,7 +133,8 @@ class CheckpointManager:
             memory_limit: Memory that snapshots may take on this node, in bytes or as text ("8GiB"); default: half of
                 what is free. A supervisor's choice takes precedence.
             overlap: Copy during training (True), or while it waits (False); None chooses by measured cost.
-            check_replicas: Compare the ranks' parameters and optimizer state before each snapshot.
+            check_replicas: Compare the ranks' parameters and optimizer state before each snapshot. Where they differ, a
+                save is refused, and a snapshot in memory skipped. False takes a part of the state from each rank.
             buddy_copies: Where no node holds all of the state, have each node keep a copy of another one's part in
                 memory, so that losing a node loses no snapshot. Takes as much memory and network again.
             allow_non_finite: Keep a state whose parameters or optimizer state hold NaN or infinity; otherwise

@@ -1,0 +1,74 @@
+"""Loops whose ranks do not do the same at every step, for `test_loops.py`: CASE FOLDER [STEP to be killed at]"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointing import CheckpointManager
+
+TOTAL = 12
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 8)
+
+
+def loss_of(model: Any, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7 * step + dist.get_rank())
+    loss: torch.Tensor = (model(torch.randn(4, 8, generator=generator)) - 1).square().mean()
+    return loss
+
+
+def die_at(step: int, killed: int) -> None:
+    if step == killed and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def print_digest(model: torch.nn.Module) -> None:
+    data = b"".join(value.detach().numpy().tobytes() for value in model.state_dict().values())
+    if dist.get_rank() == 0:
+        print("weights", hashlib.sha256(data).hexdigest(), flush=True)
+
+
+def local_sgd(folder: str, killed: int) -> None:
+    """Averaged every four steps; each rank has moments of its own."""
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator, own = Accelerator(cpu=True), network()
+    model, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters(), lr=0.01))
+    states = {"own_model": own, "own_optimizer": optimizer.optimizer}
+    manager = CheckpointManager(
+        folder, model=model, optimizer=optimizer, states=states, save_steps=3, check_replicas=False
+    )
+    start = manager.resume()
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4) as local:
+        local.num_steps = start
+        for step in range(start + 1, TOTAL + 1):
+            time.sleep(0.02)
+            accelerator.backward(loss_of(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            manager.step(step)
+            die_at(step, killed)
+    manager.close()
+    print_digest(own)
+
+
+def main() -> None:
+    case, folder, *killed = sys.argv[1:]
+    {"local_sgd": local_sgd}[case](folder, int(killed[0]) if killed else 0)
+
+
+if __name__ == "__main__":
+    main()
