@@ -41,6 +41,7 @@ from checkpointing.manager.spikes import SkippedSteps
 from checkpointing.manager.step_protocol import Due, Measured, StepProtocol
 from checkpointing.manager.step_saves import StepSaves
 from checkpointing.manager.tracked import Tracked
+from checkpointing.process.joining import check_same_steps
 from checkpointing.process.ranks import FlagSync, Ranks
 from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.snapshot.request import SmallFile
@@ -416,8 +417,11 @@ class CheckpointManager:
 
         Raises:
             Preempted: After an agreed stop, once the state is committed.
-            CheckpointError: A share of the step was not computed; or batches are drawn in another thread.
+            CheckpointError: A share of the step was not computed; batches are drawn in another thread; or ranks may
+                make different numbers of steps (torch's `Join`).
         """
+        if self.world_size > 1:
+            check_same_steps()
         if self._shares is not None:
             if step in skipped_steps():
                 self._shares.skip()

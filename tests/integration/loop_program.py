@@ -22,10 +22,9 @@ def network() -> torch.nn.Module:
     return torch.nn.Linear(8, 8)
 
 
-def loss_of(model: Any, step: int) -> torch.Tensor:
+def loss_of(model: Any, step: int) -> Any:
     generator = torch.Generator().manual_seed(7 * step + dist.get_rank())
-    loss: torch.Tensor = (model(torch.randn(4, 8, generator=generator)) - 1).square().mean()
-    return loss
+    return (model(torch.randn(4, 8, generator=generator)) - 1).square().mean()
 
 
 def die_at(step: int, killed: int) -> None:
@@ -65,9 +64,24 @@ def local_sgd(folder: str, killed: int) -> None:
     print_digest(own)
 
 
+def join(folder: str, _: int) -> None:
+    """Rank 0 has more data than rank 1."""
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager = CheckpointManager(folder, model=model, optimizer=optimizer, save_steps=3)
+    with model.join():
+        for step in range(manager.resume() + 1, TOTAL + 1 if dist.get_rank() == 0 else 4):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.step(step)
+    manager.close()
+
+
 def main() -> None:
     case, folder, *killed = sys.argv[1:]
-    {"local_sgd": local_sgd}[case](folder, int(killed[0]) if killed else 0)
+    {"local_sgd": local_sgd, "join": join}[case](folder, int(killed[0]) if killed else 0)
 
 
 if __name__ == "__main__":

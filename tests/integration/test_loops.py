@@ -18,3 +18,9 @@ def test_local_sgd_with_moments_of_each_rank_is_resumed_in_the_middle_of_a_local
     # Step 9 is the first one after an average.
     assert "resumed from step 9" in resumed.stderr
     assert resumed.stdout == whole.stdout and whole.stdout.startswith("weights ")
+
+
+def test_ranks_that_may_make_different_numbers_of_steps_are_refused_at_once(tmp_path: Path) -> None:
+    """The last rank with data waited for the others for ever."""
+    ended = torchrun(PROGRAM, "join", tmp_path, ranks=2, timeout_s=60)
+    assert ended.returncode != 0 and "DistributedSampler(drop_last=True)" in ended.stderr
