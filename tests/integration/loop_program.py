@@ -6,11 +6,13 @@ import hashlib
 import os
 import signal
 import sys
+import tempfile
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
 from checkpointing import CheckpointManager
 
@@ -79,9 +81,32 @@ def join(folder: str, _: int) -> None:
     manager.close()
 
 
+def spawned(rank: int, folder: str, store: str) -> None:
+    """A rank that the script has made."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager = CheckpointManager(folder, model=model, optimizer=optimizer, save_steps=3)
+    start = manager.resume()
+    for step in range(start + 1, start + 5):
+        loss: Any = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        optimizer.step()
+        manager.step(step)
+    manager.close()
+    print(f"{manager.rank} of {manager.world_size} from {start}", flush=True)
+    dist.destroy_process_group()
+
+
+def spawn(folder: str, _: int) -> None:
+    """Ranks made by the script, in a process that was started as one."""
+    with tempfile.TemporaryDirectory() as store:
+        start_processes(spawned, (folder, f"{store}/store"), nprocs=2, start_method="spawn")  # type: ignore[no-untyped-call]
+
+
 def main() -> None:
     case, folder, *killed = sys.argv[1:]
-    {"local_sgd": local_sgd, "join": join}[case](folder, int(killed[0]) if killed else 0)
+    {"local_sgd": local_sgd, "join": join, "spawn": spawn}[case](folder, int(killed[0]) if killed else 0)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from infra.torchrun import torchrun
+from integration.support import Run
 
 PROGRAM = Path(__file__).parent / "loop_program.py"
 
@@ -24,3 +25,20 @@ def test_ranks_that_may_make_different_numbers_of_steps_are_refused_at_once(tmp_
     """The last rank with data waited for the others for ever."""
     ended = torchrun(PROGRAM, "join", tmp_path, ranks=2, timeout_s=60)
     assert ended.returncode != 0 and "DistributedSampler(drop_last=True)" in ended.stderr
+
+
+def test_ranks_that_a_script_has_spawned_train_and_resume(tmp_path: Path) -> None:
+    """Each took itself for the first one of its machine, and waited for the other's share for ever."""
+    for start in (0, 4):
+        ended = torchrun(PROGRAM, "spawn", tmp_path, ranks=1, alone=True, timeout_s=100)
+        assert ended.returncode == 0, ended.stderr
+        assert sorted(ended.stdout.splitlines()) == [f"0 of 2 from {start}", f"1 of 2 from {start}"]
+
+
+def test_ranks_that_a_script_has_spawned_are_refused_under_the_runner(tmp_path: Path) -> None:
+    """They waited half an hour for the launcher's store."""
+    run = Run(
+        tmp_path / "run", "--nproc-per-node", "1", script=[str(PROGRAM), "spawn", str(tmp_path / "checkpoints")]
+    ).start()
+    assert run.finish() == 78
+    assert "has made 2 ranks itself" in run.output and "--nproc-per-node 2" in run.output
