@@ -118,6 +118,8 @@ class CheckpointManager:
             scaler: Its gradient scaler.
             states: Further objects with `state_dict` and `load_state_dict` (a moving average of the weights, say), by
                 name; each is kept in `<name>.pt`. They may change at any moment: training waits while they are copied.
+                Where the ranks' differ, each rank's is kept. On another number of ranks that is refused, unless the
+                object has `load_state_dicts(states)`, which each rank calls with the state dicts of all, by rank.
             pipeline: With pipeline parallelism: `model` is this rank's stage, whose layers have the names that they
                 have in the whole model, and `optimizer` is that of the stage. All ranks together write one checkpoint
                 of the whole model, which resumes on any number of stages, or without a pipeline.

@@ -104,9 +104,48 @@ def spawn(folder: str, _: int) -> None:
         start_processes(spawned, (folder, f"{store}/store"), nprocs=2, start_method="spawn")  # type: ignore[no-untyped-call]
 
 
+class Seen:
+    """The steps that a rank has seen."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class Divided(Seen):
+    """Says how that of other ranks is divided."""
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        self.steps = sorted(step for state in states for step in state["steps"])[dist.get_rank() :: 2]
+
+
+def own_states(folder: str, divides: int) -> None:
+    """Each rank has an object of its own in `states`."""
+    dist.init_process_group("gloo")
+    model, seen = network(), Divided() if divides else Seen()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager = CheckpointManager(folder, model=model, optimizer=optimizer, states={"seen": seen}, save_steps=2)
+    start = manager.resume()
+    print(f"{dist.get_rank()} {start} {seen.steps}", flush=True)
+    for step in range(start + 1, start + 3):
+        seen.steps.append(f"{dist.get_world_size()}.{dist.get_rank()}.{step}")
+        loss: Any = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        optimizer.step()
+        manager.step(step)
+    manager.close()
+
+
 def main() -> None:
     case, folder, *killed = sys.argv[1:]
-    {"local_sgd": local_sgd, "join": join, "spawn": spawn}[case](folder, int(killed[0]) if killed else 0)
+    {"local_sgd": local_sgd, "join": join, "spawn": spawn, "own_states": own_states}[case](
+        folder, int(killed[0]) if killed else 0
+    )
 
 
 if __name__ == "__main__":

@@ -42,3 +42,15 @@ def test_ranks_that_a_script_has_spawned_are_refused_under_the_runner(tmp_path: 
     ).start()
     assert run.finish() == 78
     assert "has made 2 ranks itself" in run.output and "--nproc-per-node 2" in run.output
+
+
+def test_what_each_of_three_ranks_has_saved_is_refused_on_two_or_divided_as_it_says(tmp_path: Path) -> None:
+    assert torchrun(PROGRAM, "own_states", tmp_path, ranks=3).returncode == 0
+    refused = torchrun(PROGRAM, "own_states", tmp_path, ranks=2)
+    assert refused.returncode != 0 and "holds 'seen' of `states` for each of 3 ranks" in refused.stderr
+    divided = torchrun(PROGRAM, "own_states", tmp_path, 1, ranks=2)
+    assert divided.returncode == 0, divided.stderr
+    assert sorted(divided.stdout.splitlines()) == [
+        "0 2 ['3.0.1', '3.1.1', '3.2.1']",
+        "1 2 ['3.0.2', '3.1.2', '3.2.2']",
+    ]

@@ -15,8 +15,8 @@ from checkpointing.files import loaded_checkpoint as restore_point
 from checkpointing.files.file_images import FileImage, blob_image, pieces
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
-from checkpointing.files.torch_files import TorchFileLayout
-from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
+from checkpointing.files.torch_files import TorchFileLayout, torch_bytes
+from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, rank_state_name
 from checkpointing.process.device import HostDevice
 from checkpointing.state import train_state
 from checkpointing.state.captured_state import CapturedState
@@ -80,6 +80,54 @@ def test_what_further_states_keep_is_not_the_memory_of_the_checkpoint(monkeypatc
     training(states={"keeper": keeper}).restore_optimizer(saved, 0)
     keeper.kept["a"] += 1
     assert bytes(held) == before and keeper.kept["view"].tolist() == [1.0, 1.0]
+
+
+class Window(Keeper):
+    """Says how it is divided."""
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        self.kept = {"all": states}
+
+
+def of_three_ranks(rank: int = 0) -> LoadedCheckpoint:
+    """A checkpoint with an object that each rank has saved for itself."""
+    saved = point(training().capture())
+    saved.world_size, saved.rank = 3, rank
+    for other in range(3):
+        saved.files[rank_state_name(other)] = memoryview(bytearray(torch_bytes({"states": {"mine": {"a": other}}})))
+    return saved
+
+
+def test_what_each_rank_has_saved_is_not_given_to_fewer_or_more_ranks() -> None:
+    """Objects of three ranks were resumed on two: the third one's was lost, and nobody was told."""
+    own = training(states={"mine": Keeper()})
+    for world_size in (2, 4, 1):
+        with pytest.raises(
+            CheckpointError, match=rf"'mine' .* each of 3 ranks.* are {world_size} now.*load_state_dicts"
+        ):
+            own.check_number_of_ranks(of_three_ranks(), world_size)
+    own.check_number_of_ranks(of_three_ranks(), 3)
+    # What was equal on all ranks, or is not tracked any more, fits.
+    own.check_number_of_ranks(point(training(states={"mine": Keeper()}).capture()), 2)
+    training(states={"other": Keeper()}).check_number_of_ranks(of_three_ranks(), 2)
+
+
+def test_a_change_of_the_number_of_ranks_may_be_allowed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CHECKPOINT_ALLOW_CHANGES", "1")
+    training(states={"mine": Keeper()}).check_number_of_ranks(of_three_ranks(), 2)
+    assert "there are 2 now: each keeps its own" in caplog.text
+
+
+def test_an_object_that_says_how_it_is_divided_gets_those_of_all_ranks() -> None:
+    window = Window()
+    own = training(states={"mine": window})
+    own.check_number_of_ranks(of_three_ranks(), 2)
+    own.restore_states(of_three_ranks(1), 1, {"mine"}, 2)
+    assert window.kept == {"all": [{"a": 0}, {"a": 1}, {"a": 2}]}
+    own.restore_states(of_three_ranks(1), 1, {"mine"}, 3)
+    assert window.kept == {"a": 1}
 
 
 class Best:
