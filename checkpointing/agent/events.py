@@ -293,7 +293,7 @@ class SnapshotUnused(StepEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSkipped(SnapshotUnused, name="snapshot_skipped"):
-    """No memory was free for a snapshot."""
+    """No memory was free for a snapshot, or the ranks held different values where nobody had asked for one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,19 +10,22 @@ What a data set or a collate function draws while it makes a batch depends on th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from checkpointing.data.batch_digest import batch_digest
 from checkpointing.data.dealing import Dealing, DealtBatchSampler, RecutBatchSampler, StepLayout
 from checkpointing.data.generators import batch_seed
 from checkpointing.data.iteration import ReplayedSampler, ReplayedStream, ResumedLoader, SamplerState
-from checkpointing.data.position import EpochStart, OrderDigest, Position, check_order
+from checkpointing.data.position import EpochStart, OrderDigest, Position, check_order, ended_early
 from checkpointing.errors import CheckpointError
 from checkpointing.process import rng
 
+# Batches of a stream that are compared when it is read again. One that is shuffled otherwise differs at once.
+_NUM_COMPARED = 8
 # Attribute of a loader that holds its cursor.
 _CURSOR = "_checkpointing_cursor"
 
@@ -133,6 +136,8 @@ class LoaderCursor:
         """Announce that the next batches are of this epoch, from its beginning unless it is the resumed one."""
         self.epoch, self._over, self.skips_epoch = epoch, False, False
         self._is_awaited, self._start = True, None
+        if self.is_stream:
+            self._digest.reset()
         self.consumed = self._resume_from.consumed if self._resume_from is not None else 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -153,12 +158,33 @@ class LoaderCursor:
         A stream is read up to the position, unless its loader can be set to it.
         """
         position = self._resume_from
-        if position is None or not self.is_stream:
-            return iter(self.loader)
-        if position.loader is not None and hasattr(self._base, "load_state_dict"):
-            self.loader.load_state_dict(position.loader)
-            return iter(self.loader)
-        return itertools.islice(iter(self.loader), position.consumed, None)
+        state = position.loader if position is not None and hasattr(self._base, "load_state_dict") else None
+        if self.is_stream and state is not None:
+            self.loader.load_state_dict(state)
+        # At once, since it restores what the stream begins with.
+        iterator = iter(self.loader)
+        return iterator if state is not None or not self.is_stream else self._read_again(iterator, position)
+
+    def _read_again(self, iterator: Iterator[Any], position: Position | None) -> Iterator[Any]:
+        """Return a stream's batches from a position on.
+
+        Raises:
+            CheckpointError: Those before it are others than the first batches that the checkpoint recorded.
+        """
+        number, consumed = 0, position.consumed if position is not None else 0
+        for number, batch in enumerate(iterator, 1):
+            if number <= _NUM_COMPARED:
+                self._digest.add(number - 1, batch_digest(batch))
+            if position is not None and number == self._num_compared(consumed):
+                check_order(replace(position, consumed=number), self._digest.newest, self.name, self.other_ranks)
+            if number > consumed:
+                yield batch
+        if number < consumed:
+            raise ended_early(self.name, number, consumed)
+
+    def _num_compared(self, consumed: int) -> int:
+        """Return how many of so many batches are in the digest."""
+        return min(consumed, _NUM_COMPARED) if self.is_stream else consumed
 
     def consume(self, num_batches: int) -> None:
         """Count batches that training has used."""
@@ -181,7 +207,7 @@ class LoaderCursor:
             self.epoch,
             self.consumed,
             self._over,
-            self._digest.after(self.consumed),
+            self._digest.after(self._num_compared(self.consumed)),
             self.interleaves,
             stream.start if stream is not None else self._start,
             samplers.generators() if samplers is not None else {},

@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from checkpointing.data.generators import generator_state, generators_of, new_generator, set_generator_state, with_seed
-from checkpointing.data.position import EpochStart, Position
-from checkpointing.errors import CheckpointError
+from checkpointing.data.position import EpochStart, Position, ended_early
 from checkpointing.process import rng
 
 if TYPE_CHECKING:
@@ -69,11 +68,7 @@ class ReplayedSampler(BatchSampler):
                 cursor.check_replayed()
             if index is _END:
                 if number < skip:
-                    raise CheckpointError(
-                        f"{cursor.name} ended after {number} batches of an epoch; the checkpoint was made after "
-                        f"{skip}: the data set or its sampler has changed. Use those that wrote it, or another "
-                        "output_dir"
-                    )
+                    raise ended_early(cursor.name, number, skip)
                 return
             cursor.drawn(number, index)
             if number >= skip and cursor.is_ours(number):

@@ -197,8 +197,17 @@ def check_order(recorded: Position, digest: str, name: str, other_ranks: tuple[i
     raise CheckpointError(
         f"{name} gives other samples than before: the first {recorded.consumed} batches of epoch {recorded.epoch} "
         "differ from those that the checkpoint recorded. The data set, the seed or the sampler has changed, or its "
-        "order depends on something that no checkpoint holds. Use what wrote the checkpoint, another output_dir, or, "
+        "order depends on something that no checkpoint holds: a generator without a seed (random.Random(), os.urandom) "
+        "or hash() of text, which needs PYTHONHASHSEED. Use what wrote the checkpoint, another output_dir, or, "
         f"after a change of the same job, --allow-changes ({ALLOW_CHANGES_ENV}=1)"
+    )
+
+
+def ended_early(name: str, number: int, consumed: int) -> CheckpointError:
+    """Return the error of an order that is over after fewer batches of an epoch than training has used."""
+    return CheckpointError(
+        f"{name} ended after {number} batches of an epoch; the checkpoint was made after {consumed}: the data set or "
+        "its sampler has changed. Use those that wrote it, or another output_dir"
     )
 
 

@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 import zipfile
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,10 +26,12 @@ from checkpointing.commit.reading import MemoryFile
 from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import FileImage, tensor_over
 from checkpointing.process import rng
-from checkpointing.process.trees import replaced, tensors_in
+from checkpointing.process.trees import FrozenDefaultDict, FrozenDeque, replaced, tensors_in
 
 # The attribute of a folder in a zip archive, from MS-DOS.
 _IS_FOLDER = 0x10
+# What these come back as.
+_READ_AS: dict[type, type] = {FrozenDeque: deque, FrozenDefaultDict: defaultdict}
 # Under `skip_data`, torch before 2.11 multiplies a storage's size by the element size once too often.
 _COUNTS_TWICE = TorchVersion(torch.__version__) < "2.11"
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -249,7 +252,10 @@ def check_readable(name: str, obj: object) -> None:
 
 
 def _refusal(path: str, value: object) -> CheckpointError:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    written = _READ_AS.get(type(value), type(value))
+    kind = f"{written.__module__}.{written.__qualname__}".removeprefix("builtins.")
+    if isinstance(value, defaultdict):
+        kind = f"a {kind} of {value.default_factory!r}"
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
         kind = f"a tensor of layout {value.layout}"
     # optimizer['param_groups'][0]['lr'] reads better as optimizer.param_groups[0]['lr'].
@@ -295,6 +301,8 @@ def _unreadable(obj: object, path: str) -> tuple[str, object] | None:
     try:
         # All items can be read, so an empty container stands for this one.
         bare: object = type(obj)() if isinstance(obj, (dict, list, tuple)) else obj
+        if isinstance(obj, defaultdict):
+            bare = type(obj)(obj.default_factory)
         with torch.serialization.safe_globals(rng.SAFE_GLOBALS):
             torch.load(io.BytesIO(torch_bytes(bare)), weights_only=True)
     except Exception:
@@ -305,7 +313,7 @@ def _unreadable(obj: object, path: str) -> tuple[str, object] | None:
 def _parts(obj: object) -> Iterator[tuple[str, object]]:
     if isinstance(obj, Mapping):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
-    elif isinstance(obj, (list, tuple)):
+    elif isinstance(obj, (list, tuple, deque)):
         yield from ((f"[{number}]", value) for number, value in enumerate(obj))
 
 
@@ -320,10 +328,9 @@ def _first_difference(obj: object, found: object, path: str) -> tuple[str, objec
         found = getattr(found, "array", found)
         same = isinstance(found, np.ndarray) and obj.dtype == found.dtype and np.array_equal(obj, found)
         return None if same else (path, obj)
-    if type(obj) is not type(found):
+    if _READ_AS.get(type(obj), type(obj)) is not type(found):
         return path, obj
-    if isinstance(obj, (dict, list, tuple)):
-        assert isinstance(found, (dict, list, tuple))
+    if isinstance(obj, (dict, list, tuple, deque)):
         parts, others = list(_parts(obj)), list(_parts(found))
         if [step for step, _ in parts] != [step for step, _ in others]:
             return path, obj

@@ -44,6 +44,7 @@ from checkpointing.manager.spikes import SkippedSteps
 from checkpointing.manager.step_protocol import EXCHANGE_EVERY_S, Due, Measured, StepProtocol
 from checkpointing.manager.step_saves import StepSaves
 from checkpointing.manager.tracked import Tracked
+from checkpointing.process.joining import check_same_steps
 from checkpointing.process.ranks import FlagSync, Ranks
 from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.snapshot.request import SmallFile
@@ -122,6 +123,8 @@ class CheckpointManager:
             scaler: Its gradient scaler.
             states: Further objects with `state_dict` and `load_state_dict` (a moving average of the weights, say), by
                 name; each is kept in `<name>.pt`. They may change at any moment: training waits while they are copied.
+                Where the ranks' differ, each rank's is kept. On another number of ranks that is refused, unless the
+                object has `load_state_dicts(states)`, which each rank calls with the state dicts of all, by rank.
             pipeline: With pipeline parallelism: `model` is this rank's stage, whose layers have the names that they
                 have in the whole model, and `optimizer` is that of the stage. All ranks together write one checkpoint
                 of the whole model, which resumes on any number of stages, or without a pipeline.
@@ -138,7 +141,8 @@ class CheckpointManager:
             memory_limit: Memory that snapshots may take on this node, in bytes or as text ("8GiB"); default: half of
                 what is free. A supervisor's choice takes precedence.
             overlap: Copy during training (True), or while it waits (False); None chooses by measured cost.
-            check_replicas: Compare the ranks' parameters and optimizer state before each snapshot.
+            check_replicas: Compare the ranks' parameters and optimizer state before each snapshot. Where they differ, a
+                save is refused, and a snapshot in memory skipped. False takes a part of the state from each rank.
             buddy_copies: Where no node holds all of the state, have each node keep a copy of another one's part in
                 memory, so that losing a node loses no snapshot. Takes as much memory and network again.
             allow_non_finite: Keep a state whose parameters or optimizer state hold NaN or infinity; otherwise
@@ -297,28 +301,35 @@ class CheckpointManager:
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def batches(self, loader: Any) -> Iterator[Any]:
+    def batches(self, loader: Any, *, ahead: int | None = None) -> Iterator[Any]:
         """Iterate over a loader without end, epoch after epoch, from where the checkpoint was made.
 
         For a loop such as `for step, batch in zip(range(manager.resume(), total), manager.batches(loader))`; every
-        batch that was handed out counts as used by the next `step`. The loader's own order is kept, also across
-        epochs; where its sampler, batch sampler or data set has `set_epoch`, it is called. What is drawn at random
-        while a batch is made depends on the batch's number, so that workers need not be in step with training. Call
-        this after `resume`, in the same order for several loaders.
+        batch that was handed out counts as used by the next `step`, but for those that are `ahead`. The loader's own
+        order is kept, also across epochs; where its sampler, batch sampler or data set has `set_epoch`, it is called.
+        What is drawn at random while a batch is made depends on the batch's number, so that workers need not be in
+        step with training. Call this after `resume`, once for each loader, in the same order at every start, and draw
+        in the thread that trains.
 
         Args:
             loader: A torch `DataLoader`, or torchdata's `StatefulDataLoader`, whose state is kept where its data set
                 has no length.
+            ahead: Number of batches that a prefetcher of the script's own has drawn, and no step has used yet,
+                whenever `step` is called: a resumed run draws them again. None is 0, with a warning where more batches
+                are drawn before the first step than for each later one.
 
         Raises:
-            ValueError: The manager has virtual ranks, which take `shares`.
+            TypeError: It is several loaders, or an iterator.
+            ValueError: The manager has virtual ranks, which take `shares`; or `ahead` is not a count.
             CheckpointError: It is another kind of loader; or, while iterating, the resumed order differs.
         """
         if self._virtual_ranks is not None:
             raise ValueError(
                 "batches() knows no virtual ranks: iterate over shares(loader), or leave virtual_ranks out"
             )
-        return self.proving.drawn(self._positions.batches(loader))
+        batches = self._positions.batches(loader, ahead)
+        # What is drawn ahead enters the model in another step.
+        return batches if ahead else self.proving.drawn(batches)
 
     def shares(self, loader: Any) -> Iterator[list[Share]]:
         """Iterate over steps without end: for each, what this rank's virtual ranks compute.
@@ -338,6 +349,7 @@ class CheckpointManager:
                 virtual rank's micro-batch.
 
         Raises:
+            TypeError: It is several loaders, or an iterator.
             ValueError: The manager has no virtual ranks.
             CheckpointError: The checkpoint was made with another number; there are more ranks; the loader's order may
                 depend on their number; or the model is not one whose gradients can be summed in order. While
@@ -425,13 +437,17 @@ class CheckpointManager:
 
         Raises:
             Preempted: After an agreed stop, once the state is committed.
-            CheckpointError: A share of the step was not computed.
+            CheckpointError: A share of the step was not computed; batches are drawn in another thread; or ranks may
+                make different numbers of steps (torch's `Join`).
         """
+        if self.world_size > 1:
+            check_same_steps()
         if self._shares is not None:
             if step in skipped_steps():
                 self._shares.skip()
             self._shares.check_done()
             self._shares = None
+        self._positions.end_of_step(step)
         due = self.end_of_step(step)
         samples = step if samples_consumed is None else samples_consumed
         self._saving.last.ended(step, samples, metrics)

@@ -105,7 +105,12 @@ class Restoring:
         check_nothing_in_the_way(self._node.connection.tiers, start_step)
 
     def restore(self, point: LoadedCheckpoint) -> None:
-        """Restore everything tracked, the generators and the loaders' positions, and close the checkpoint."""
+        """Restore everything tracked, the generators and the loaders' positions, and close the checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint is of something else, or of another number of ranks whose `states` differed.
+        """
+        self._tracked.state.check_number_of_ranks(point, self._ranks.world_size)
         self.restore_model(point)
         self.restore_optimizer(point)
         self.restore_rng(point)

@@ -81,7 +81,7 @@ class StepSaves:
         """Snapshot the state of a step; see `CheckpointManager.save`."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
         generators_file = functools.partial(torch_bytes, dict(generators or rng.state(world_size)))
-        own = {**files, rng.file_name(rank, world_size): generators_file, **self._positions.files()}
+        own = {**files, rng.file_name(rank, world_size): generators_file, **self._positions.files(step)}
         own |= self._proving.files(step) | self._script.files()
         if commit:
             self._script.look()

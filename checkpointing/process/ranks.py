@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from checkpointing.errors import CheckpointError
+from checkpointing.host.environment import rank_settings
 from checkpointing.process.trees import replaced, tensors_in
 
 T = TypeVar("T")
@@ -44,7 +49,8 @@ class Ranks:
         """Ask torch.distributed, and create a group; all ranks must call this together.
 
         Raises:
-            CheckpointError: This is one of several processes, but torch.distributed is not initialized.
+            CheckpointError: This is one of several processes, but torch.distributed is not initialized; the script has
+                made ranks of its own under a supervisor; or ranks of one machine do not follow each other.
         """
         if not dist.is_available() or not dist.is_initialized():
             if "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -55,10 +61,21 @@ class Ranks:
                     "start one process (--nproc-per-node 1)"
                 )
             return cls()
-        world_size = dist.get_world_size()
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        return cls(dist.get_rank(), world_size, local_rank, local_world_size).with_new_group()
+        ranks = cls(dist.get_rank(), dist.get_world_size()).with_new_group()
+        places = ranks.gather((launched_place(ranks.rank, ranks.world_size, os.environ), _machine()))
+        own = places[ranks.rank][0]
+        if any(place is None for place, _ in places):
+            # Such as those of torch.multiprocessing.spawn.
+            if rank_settings().agent_socket:
+                raise CheckpointError(
+                    f"the script has made {ranks.world_size} ranks itself (torch.multiprocessing.spawn, say), which "
+                    "`runner start` does not know: leave that out, have each rank take its number from LOCAL_RANK, and "
+                    f"start them by `runner start --nproc-per-node {ranks.world_size}`; or start the script without "
+                    "the runner"
+                )
+            own = place_on_machine([machine for _, machine in places], ranks.rank)
+        assert own is not None
+        return dataclasses.replace(ranks, local_rank=own[0], local_world_size=own[1])
 
     def with_new_group(self) -> Ranks:
         """Return the same ranks with a group for another thread; all ranks must call this together.
@@ -172,6 +189,52 @@ class Ranks:
             # As bytes: not every back end supports every type.
             broadcast(moved[key].view(-1).view(torch.uint8), owner)
         return replaced(state, lambda value: moved.get(id(value), value))
+
+
+def launched_place(rank: int, world_size: int, environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the number of a rank on its node, and how many are there, as its launcher says.
+
+    None where no launcher says it, or where it has launched other ranks than these.
+
+    Args:
+        rank: Number of the rank among all.
+        world_size: Number of all ranks.
+        environment: Variables of this process.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    said = [int(environment[name]) if environment.get(name, "").isdecimal() else None for name in names]
+    if said[:2] != [rank, world_size] or said[2] is None or said[3] is None:
+        return None
+    if environment.get("GROUP_WORLD_SIZE") == "1" and said[3] != world_size:
+        # The script has set some of them, for ranks of its own.
+        return None
+    return said[2], said[3]
+
+
+def place_on_machine(machines: Sequence[str], rank: int) -> tuple[int, int]:
+    """Return the number of a rank on its machine, and how many are there.
+
+    Args:
+        machines: Of all ranks, by rank.
+        rank: Number of the rank among all.
+
+    Raises:
+        CheckpointError: Ranks of one machine do not follow each other.
+    """
+    if len(list(itertools.groupby(machines))) > len(set(machines)):
+        raise CheckpointError(
+            "ranks of one machine do not follow each other: number them machine by machine, as torchrun does"
+        )
+    first = machines.index(machines[rank])
+    return rank - first, machines.count(machines[rank])
+
+
+def _machine() -> str:
+    """Return what tells this machine, or container, from others."""
+    # Containers share the kernel, and machines made from one image their name.
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
+    return socket.gethostname()
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

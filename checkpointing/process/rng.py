@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict, deque
 from types import NoneType
 from typing import Any
 
@@ -48,12 +49,22 @@ def _reconstruct(kind: object, shape: object, typecode: object) -> Words:
     return Words()
 
 
-# The classes that numpy arrays, and so the state of numpy's generator, are made of. With `weights_only`, reading them
-# builds nothing else.
+def _number(kind: object, data: object) -> Any:
+    if not isinstance(kind, _WordType) or not isinstance(data, bytes) or len(data) != kind.dtype.itemsize:
+        raise ValueError("not a plain number")
+    return np.frombuffer(data, kind.dtype)[0]
+
+
+# The classes that numpy arrays, and so the state of numpy's generator, numbers of numpy, deques and defaultdicts are
+# made of. With `weights_only`, reading them builds nothing else.
 SAFE_GLOBALS: list[Any] = [
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
     (Words, "numpy.ndarray"),
     (_WordType, "numpy.dtype"),
+    (_number, "numpy._core.multiarray.scalar"),
+    (deque, "collections.deque"),
+    (defaultdict, "collections.defaultdict"),
+    *((kind, f"builtins.{kind.__name__}") for kind in (int, float, bool, list, dict, set)),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,14 +14,32 @@ import torch
 _EXACT: dict[type, type] = {np.float64: float, np.int64: int, np.bool_: bool}
 
 
+class FrozenDeque(deque[Any]):
+    """A deque that is pickled as one which a reader with `weights_only` can build: by its items, not by appending."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return deque, (list(self), self.maxlen)
+
+
+class FrozenDefaultDict(defaultdict[Any, Any]):
+    """A defaultdict that is pickled as one which a reader with `weights_only` can build, see `FrozenDeque`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (self.default_factory, dict(self))
+
+
 def freeze(obj: Any) -> Any:
     """Copy the containers around the same tensors, so that later replacements in the original do not show."""
     # The training thread waits for this: `isinstance` is much faster for dict than for Mapping.
     if isinstance(obj, dict):
         frozen = {key: freeze(value) for key, value in obj.items()}
+        if type(obj) is defaultdict:
+            return FrozenDefaultDict(obj.default_factory, frozen)
         return frozen if type(obj) is dict else _like(obj, frozen)
     if isinstance(obj, torch.Tensor):
         return obj
+    if type(obj) is deque:
+        return FrozenDeque(map(freeze, obj), obj.maxlen)
     if isinstance(obj, list):
         return [freeze(value) for value in obj]
     if type(obj) is tuple:
@@ -48,19 +67,40 @@ def _like(obj: dict[Any, Any], frozen: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def tensors_in(obj: object) -> list[torch.Tensor]:
-    """Return the tensors inside nested dicts, lists and tuples, in order."""
+    """Return the tensors inside nested dicts, lists, tuples and deques, in order."""
     if isinstance(obj, torch.Tensor):
         return [obj]
     inner: Iterable[object] = ()
-    if isinstance(obj, (list, tuple)):
+    if isinstance(obj, (list, tuple, deque)):
         inner = obj
     elif isinstance(obj, (dict, Mapping)):
         inner = obj.values()
     return [tensor for value in inner for tensor in tensors_in(value)]
 
 
+def kinds_in(obj: object, found: set[object]) -> None:
+    """Add to a set what decides whether a tree can be read back: the types in it; tensors are of one kind.
+
+    The training thread waits for this at each snapshot.
+    """
+    found.add(type(obj))
+    inner: Iterable[object] = ()
+    if isinstance(obj, (dict, Mapping)):
+        found.update(map(type, obj))
+        inner = obj.values()
+        if isinstance(obj, defaultdict):
+            found.add(obj.default_factory)
+    elif isinstance(obj, (list, tuple, deque)):
+        inner = obj
+    elif isinstance(obj, (np.ndarray, np.generic)):
+        found.add(obj.dtype)
+    for value in inner:
+        if not isinstance(value, torch.Tensor):
+            kinds_in(value, found)
+
+
 def replaced(obj: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the same dicts, lists and tuples with `change` applied to every leaf.
+    """Return the same dicts, lists, tuples and deques with `change` applied to every leaf.
 
     A container that occurs twice in the original occurs twice in the result, too.
 
@@ -78,9 +118,14 @@ def _replaced(obj: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> A
         if any(_holds_tensor(key) for key in obj):
             raise ValueError("a key of a dict is a tensor")
         made: Any = {key: _replaced(value, change, done) for key, value in obj.items()}
-        made = made if type(obj) is dict else type(obj)(made)
+        if isinstance(obj, defaultdict):
+            made = type(obj)(obj.default_factory, made)
+        else:
+            made = made if type(obj) is dict else type(obj)(made)
     elif type(obj) in (list, tuple):
         made = type(obj)(_replaced(value, change, done) for value in obj)
+    elif isinstance(obj, deque):
+        made = type(obj)((_replaced(value, change, done) for value in obj), obj.maxlen)
     else:
         return change(obj)
     done[id(obj)] = made

@@ -99,7 +99,8 @@ class Restorer:
             CheckpointError: A file cannot be parsed, or is of another optimizer.
         """
         with self._timed():
-            train_state.restore_optimizer(point, self._ranks.rank, placer(train_state, self._ranks))
+            place = placer(train_state, self._ranks)
+            train_state.restore_optimizer(point, self._ranks.rank, place, self._ranks.world_size)
             point.end_reading()
 
     def load_states(self, train_state: TrainState, point: LoadedCheckpoint, names: Set[str]) -> None:
@@ -109,7 +110,7 @@ class Restorer:
             CheckpointError: A file cannot be parsed, or does not fit.
         """
         with self._timed():
-            train_state.restore_states(point, self._ranks.rank, names)
+            train_state.restore_states(point, self._ranks.rank, names, self._ranks.world_size)
 
     def load_best(
         self, train_state: TrainState, retention: Retention, last_step: int, *, together: bool, preferred: int | None

@@ -219,6 +219,9 @@ def read_verified(
         groups = {rank // size for size in range(1, min(world_size, _LARGEST_GROUP) + 1)}
         own |= {data_state_name(group, 2) for group in groups} | {data_state_name(0, 1), data_state_name(0, 2)}
         own |= {rank_state_name(rank), rank_state_name(0), *(rank_object_name(name, rank) for name in OBJECTS)}
+        if located.info.world_size != world_size:
+            # Objects in `states` may be divided among the present ranks.
+            own |= set(map(rank_state_name, range(located.info.world_size)))
         # Stages of other ranks may be this one's now.
         own |= {rank_object_name(EXTRA_STATE_NAME, other) for other in range(located.info.world_size)}
         # What ranks had added up is divided among the present ones.

@@ -79,7 +79,7 @@ class SnapshotSchedule:
         self._buddy_copies = buddy_copies
         self._copy_thread = CopyThread(on_optimizer_step=self._note_optimizer_step, waiting=waiting)
         self._pending: PendingSnapshot | None = None
-        self._captured = False
+        self._readable_kinds: set[object] = set()
         self._sampler, self._has_warned = Sampler(), False
         # While much memory may still be being reserved: this rank, with the training thread's group.
         self._reserving: Ranks | None = None
@@ -150,9 +150,8 @@ class SnapshotSchedule:
         overlapped = overlapped and not self._maker.has_torn and self._barrier_works and train_state.has_step_hook
         pending = self._pending = PendingSnapshot(request, overlapped)
         state = train_state.capture(
-            check=not self._captured, local_world_size=self._ranks.local_world_size, is_spread=self.is_spread
+            readable=self._readable_kinds, local_world_size=self._ranks.local_world_size, is_spread=self.is_spread
         )
-        self._captured = True
         pending.samples = self._sampler.hand_over(state.sources)
         work = functools.partial(self._make, pending, state, dict(static_files))
         copy = self._copy_thread.submit(work, self._device_of(state.tensors), at_barrier=pending.look_again)

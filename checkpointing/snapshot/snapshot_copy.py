@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from checkpointing.agent.client import AgentClient
+from checkpointing.agent.events import SnapshotSkipped
 from checkpointing.agent.protocol import Refusal
 from checkpointing.commit.replicated_save import ReplicatedSave, is_split
 from checkpointing.commit.sharded_save import ShardedSave
-from checkpointing.errors import NonFinite
+from checkpointing.errors import NonFinite, ReplicasDrifted
 from checkpointing.files import file_images, sharding
 from checkpointing.files.file_images import Extent, FileImage, PlacedFile, blob_image
 from checkpointing.files.safetensors_files import safetensors_image
@@ -116,7 +117,7 @@ class SnapshotCopy:
         self._shards = ShardLayout(ranks)
         self._writers = LocalWriters(ranks)
         self._layouts: dict[str, TorchFileLayout] = {}
-        self.has_torn = False
+        self.has_torn = self._has_warned_of_drift = False
 
     def reserve(self, nbytes: int, copy: Copy) -> None:
         """Have the agent's memory for snapshots made and mapped, and for copies of another node's shards."""
@@ -135,8 +136,7 @@ class SnapshotCopy:
         request = pending.request
         state = completed(state, self._ranks)
         layout = self._lay_out(pending, state, static_files)
-        if changed := self._num_changed(pending, state, layout):
-            self._drop_torn(pending, f"{changed} tensors were")
+        if not self._is_one_state(pending, state, layout):
             copy.copied()
             return
         acquired = self._acquire(request, layout)
@@ -167,6 +167,32 @@ class SnapshotCopy:
         # The rank that finds it ends by itself: others may have no memory for the snapshot, and not be here.
         if not_finite:
             raise NonFinite(request.step, not_finite)
+
+    def _is_one_state(self, pending: PendingSnapshot, state: CapturedState, layout: _Layout) -> bool:
+        """Compare the replicas; return whether there is one state of one step to be copied.
+
+        Raises:
+            ReplicasDrifted: They differ, and a commit was asked for.
+        """
+        try:
+            changed = self._num_changed(pending, state, layout)
+        except ReplicasDrifted as error:
+            if pending.request.commit:
+                raise
+            self._skip_drifted(pending, error)
+            return False
+        if changed:
+            self._drop_torn(pending, f"{changed} tensors were")
+        return not changed
+
+    def _skip_drifted(self, pending: PendingSnapshot, error: ReplicasDrifted) -> None:
+        """Skip a snapshot that nobody has asked for: ranks that are averaged from time to time differ in between."""
+        pending.was_staged = False
+        if self._ranks.is_first:
+            self._client.announce(SnapshotSkipped(step=pending.request.step, reason="the ranks hold different values"))
+            if not self._has_warned_of_drift:
+                logger.warning("no snapshot in memory, and none while that is so, of %s", error)
+        self._has_warned_of_drift = True
 
     def _num_changed(self, pending: PendingSnapshot, state: CapturedState, layout: _Layout) -> int:
         """Compare the replicas; return how many tensors have changed meanwhile, so that nothing was compared.

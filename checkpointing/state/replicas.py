@@ -17,6 +17,11 @@ from checkpointing.process.ranks import Ranks
 from checkpointing.state.captured_state import CapturedState
 from checkpointing.state.tensor_fingerprint import fingerprint
 
+_BY_DESIGN = (
+    "Where ranks differ by design (local SGD, averaging every N steps), save right after an average (save_steps=N), "
+    "or keep each rank's own state: check_replicas=False, states={'own_model': model, 'own_optimizer': optimizer}."
+)
+
 
 class ReplicaComparison:
     """Collective comparisons of one step's state; every rank calls the same methods in the same order.
@@ -135,7 +140,7 @@ class ReplicaComparison:
             f"step {step}: ranks {', '.join(map(str, ranks))} hold the same part of {name[ranks[0]]}, but with "
             f"{num_values} different values. No checkpoint is made of this state; resume from the "
             "one before. If it happens again, look for code that changes parameters on one rank only, for gradients "
-            "that are not reduced over all replicas, or for faulty memory."
+            f"that are not reduced over all replicas, or for faulty memory. {_BY_DESIGN}"
         )
 
     def check_equal(self, step: int, state: CapturedState, optimizer: FileImage, changed: Callable[[], int]) -> int:
@@ -173,7 +178,7 @@ class ReplicaComparison:
         raise ReplicasDrifted(
             f"step {step}: {who} in {len(differing)} of {len(names)} tensors, first in {names[differing[0]]}. No "
             "checkpoint is made of this state; resume from the one before. If it happens again, look for code that "
-            "changes parameters on one rank only, or for faulty memory."
+            f"changes parameters on one rank only, or for faulty memory. {_BY_DESIGN}"
         )
 
     def _differing(self, mine: torch.Tensor) -> list[int]:

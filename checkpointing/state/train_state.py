@@ -25,7 +25,8 @@ from checkpointing.format.layout import (
     SCHEDULER_NAME,
     rank_state_name,
 )
-from checkpointing.process.trees import freeze, tensors_in
+from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings
+from checkpointing.process.trees import freeze, kinds_in, tensors_in
 from checkpointing.state.adapter import BASE_NAME, Adapter
 from checkpointing.state.captured_state import CapturedState, versions_of
 from checkpointing.state.kinds import kind_of
@@ -128,12 +129,17 @@ class TrainState:
         return self.kind.expected_bytes(saved, local_world_size, node_share)
 
     def capture(
-        self, *, check: bool = False, local_world_size: int = sys.maxsize, is_spread: bool | None = None
+        self,
+        *,
+        readable: set[object] | None = None,
+        local_world_size: int = sys.maxsize,
+        is_spread: bool | None = None,
     ) -> CapturedState:
         """Capture the state in the training thread, quickly: references to large state, copies of small.
 
         Args:
-            check: Check that everything but the weights can be read back.
+            readable: Kinds of values that can be read back, as far as is known; empty before the first time. Where
+                there are others, everything but the weights is checked, and they are added. None checks nothing.
             local_world_size: Number of ranks on each node, which together copy what is sharded.
             is_spread: Whether some node does not hold all of the model, as all ranks have agreed; None goes by what
                 this rank knows.
@@ -154,7 +160,7 @@ class TrainState:
         are_cloned = sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES
         if are_cloned:
             live |= _clones_of(buffers)
-        is_late = kind.is_cut_late and not check
+        is_late = kind.is_cut_late and readable != set()
         own_buffers = {name: live[name] for name in buffers if kind.has_own_buffers and are_cloned}
         live = dict(kind.weights(live, local_world_size))
         if kind.is_cut and not is_late:
@@ -172,10 +178,11 @@ class TrainState:
         optimizer = kind.optimizer_state(optimizer, local_world_size)
         if kind.is_cut and not is_late:
             optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
-        if check:
+        if readable is not None:
             named = {f"{name}.pt": value for name, value in states.items()}
-            for name, value in {**objects, OPTIMIZER_NAME: optimizer, **named}.items():
-                check_readable(name, value)
+            # What is yet to be cut was seen cut at the first time.
+            late = {OPTIMIZER_NAME} if is_late else set()
+            _check_new_kinds({**objects, OPTIMIZER_NAME: optimizer, **named}, readable, late)
         guards = [tensor for part in parts.values() for tensor in part.guards]
         sources = [
             *named_tensors({name: value for name, value in live.items() if name not in buffers}, "model"),
@@ -273,8 +280,38 @@ class TrainState:
                 sharding.fill(parameter, point.cut(MASTER_NAME, precise[name], parameter, in_place=True))
         kind.restore_masters(point, sources)
 
-    def restore_states(self, point: LoadedCheckpoint, rank: int, names: Set[str]) -> dict[str, Any]:
+    def check_number_of_ranks(self, point: LoadedCheckpoint, world_size: int) -> None:
+        """Check that what a checkpoint holds of each rank alone can be given to so many ranks.
+
+        Raises:
+            CheckpointError: It was saved by another number of ranks, and an object does not say how it is divided.
+        """
+        first = rank_state_name(0)
+        if point.world_size == world_size or not point.has(first):
+            return
+        saved = point.torch_object(first).get("states", {})
+        names = [name for name, one in self.states.items() if name in saved and not hasattr(one, "load_state_dicts")]
+        if not names:
+            return
+        problem = (
+            f"{point.label} holds {names[0]!r} of `states` for each of {point.world_size} ranks, which differed, and "
+            f"there are {world_size} now"
+        )
+        if not rank_settings().allow_changes:
+            raise CheckpointError(
+                f"{problem}: some of it would be lost or repeated. Start {point.world_size} ranks; or give the object "
+                "a method load_state_dicts(states), which each rank calls with those of all, by rank; or accept "
+                f"that new ranks begin with rank 0's, by --allow-changes ({ALLOW_CHANGES_ENV}=1)"
+            )
+        if point.rank == 0:
+            logger.warning("%s: each keeps its own, and a new one begins with that of rank 0", problem)
+
+    def restore_states(
+        self, point: LoadedCheckpoint, rank: int, names: Set[str], world_size: int | None = None
+    ) -> dict[str, Any]:
         """Load the further `states` of these names; return what the checkpoint holds of this rank alone.
+
+        Where that was saved by other ranks than the `world_size` of now, an object may have `load_state_dicts`.
 
         Raises:
             CheckpointError: A file cannot be parsed, or does not fit.
@@ -287,13 +324,21 @@ class TrainState:
             if point.has(f"{name}.pt"):
                 _put(stateful, point, f"{name}.pt", point.own_object(f"{name}.pt"))
             elif name in ranks.get("states", {}):
-                _put(stateful, point, own, ranks["states"][name])
+                if world_size not in (None, point.world_size) and hasattr(stateful, "load_state_dicts"):
+                    files = map(rank_state_name, range(point.world_size))
+                    _put(_Divided(stateful), point, own, [point.own_object(file)["states"][name] for file in files])
+                else:
+                    _put(stateful, point, own, ranks["states"][name])
             else:
                 _warn_of_missing(point, f"state {name!r}")
         return ranks
 
     def restore_optimizer(
-        self, point: LoadedCheckpoint, rank: int, place: Callable[[Any], Any] = lambda state: state
+        self,
+        point: LoadedCheckpoint,
+        rank: int,
+        place: Callable[[Any], Any] = lambda state: state,
+        world_size: int | None = None,
     ) -> None:
         """Load the state of optimizer, scheduler, scaler, of the further `states`, and what is this rank's own.
 
@@ -301,6 +346,7 @@ class TrainState:
             point: The state to load from.
             rank: Number of this rank.
             place: See `restore_model`.
+            world_size: Number of all ranks; None where nothing depends on it.
 
         Raises:
             CheckpointError: A file cannot be parsed, or is of another optimizer.
@@ -317,12 +363,34 @@ class TrainState:
         _warn_of_frozen(self.model, self.torch_optimizer, point)
         if not point.private:
             _own_what_stayed_on_the_host(self.torch_optimizer, before)
-        ranks = self.restore_states(point, rank, self.states.keys())
+        ranks = self.restore_states(point, rank, self.states.keys(), world_size)
         if point.has(rank_state_name(rank)):
             # The model's own file has rank 0's.
             _fill_buffers(self.model, ranks.get("buffers", {}))
         _load_if_there(self.scheduler, point, SCHEDULER_NAME, own_name)
         _load_if_there(self.scaler, point, SCALER_NAME, own_name)
+
+
+class _Divided:
+    """An object in `states` that takes the state dicts of all ranks."""
+
+    def __init__(self, stateful: Any) -> None:
+        self.load_state_dict = stateful.load_state_dicts
+
+
+def _check_new_kinds(files: Mapping[str, Any], readable: set[object], late: Set[str]) -> None:
+    """Check that files can be read back which hold kinds of values that were in none before.
+
+    A best loss that was None at first, say, may be a number of a library's own later.
+    """
+    new: set[object] = set()
+    for name, value in files.items():
+        kinds: set[object] = set()
+        kinds_in(value, kinds)
+        if not kinds <= readable and name not in late:
+            check_readable(name, value)
+        new |= kinds
+    readable |= new
 
 
 def _small_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

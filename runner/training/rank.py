@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,7 @@ from runner.recovery.classify import of_its_origin, printable
 from runner.system import processes
 
 _MAX_ERROR = 4000
+_AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"
 # Seconds that `send_surely` waits for space in the supervisor's short queue.
 _PATIENCE_S = 2.0
 # Without `LOCAL_RANK`, which would have accelerate begin a process group.
@@ -153,9 +155,28 @@ def _restore_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _let_children_meet_by_themselves() -> None:
+    """Have ranks that a script makes itself, by multiprocessing, meet at the address that the script says.
+
+    torchrun's variable would have them wait for half an hour for a store there that is the launcher's.
+    """
+    start = BaseProcess.start
+
+    def start_without(self: BaseProcess) -> None:
+        said = os.environ.pop(_AGENT_STORE_ENV, None)
+        try:
+            start(self)
+        finally:
+            if said is not None:
+                os.environ[_AGENT_STORE_ENV] = said
+
+    BaseProcess.start = start_without  # type: ignore[method-assign]
+
+
 def _run_script(script: str, args: list[str]) -> None:
     """Run a script as torchrun does: as `__main__`, its folder first on the path, its arguments in `sys.argv`."""
     sys.argv = [script, *args]
+    _let_children_meet_by_themselves()
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # noqa: PTH100, PTH120
     try:
         runpy.run_path(script, run_name="__main__")

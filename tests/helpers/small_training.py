@@ -218,11 +218,11 @@ class SmallTraining:
         for tensor in moments:
             tensor.data.mul_(0.5)
 
-    def snapshot(self) -> None:
+    def snapshot(self, *, commit: bool = False) -> None:
         self.snapshotter.settle()
         self.step_number += 1
         self.expected[self.step_number] = self.state()
-        request = SnapshotRequest(self.step_number, 0, {}, {}, Retention(1), {}, wait=True, commit=False)
+        request = SnapshotRequest(self.step_number, 0, {}, {}, Retention(1), {}, wait=True, commit=commit)
         self.snapshotter.take(self.train_state, request, {})
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from infra.torchrun import Ended, torchrun
 
 # What is printed where ranks have drifted apart.
-DRIFT = r"step 5: the 2 ranks hold different values in 1 of \d+ tensors, first in 1.weight"
+DRIFT = r"step 6: the 2 ranks hold different values in 1 of \d+ tensors, first in 1.weight"
 _STEPS = {"whole": 12}
 
 
@@ -87,7 +87,7 @@ def main() -> None:
         model(torch.randn(4, 64).to(on)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if case == "drift" and step == 5 and rank == 1:
+        if case == "drift" and step == 6 and rank == 1:
             with torch.no_grad():
                 list(model.parameters())[2][3, 7] += 1e-3
         manager.step(step)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -306,3 +308,64 @@ def test_batches_in_the_order_in_which_workers_finish_them_are_refused() -> None
     LoaderCursor(DataLoader(Rows(), in_order=False), seed=9, rank=0)
     with pytest.raises(CheckpointError, match="in_order=False"):
         LoaderCursor(DataLoader(Rows(), num_workers=2, in_order=False), seed=9, rank=0)
+
+
+class Ordered(IterableDataset[Any]):
+    """Rows with labels, in an order of its own; what is drawn for a row is another each time."""
+
+    def __init__(self, order: Callable[[int], list[int]], length: int = 40) -> None:
+        self.order, self.length = order, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((row, os.urandom(1)[0] / 256) for row in self.order(self.length))
+
+
+def seeded_order(length: int) -> list[int]:
+    return random.Random(3).sample(range(length), length)
+
+
+def unseeded_order(length: int) -> list[int]:
+    return random.SystemRandom().sample(range(length), length)
+
+
+def read(data: Ordered, count: int, state: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+    """Labels of some batches, and the position behind them."""
+    cursor = LoaderCursor(DataLoader(data, batch_size=2), seed=9, rank=0)
+    cursor.set_epoch(cursor.resume(state)[0] if state is not None else 0)
+    found = []
+    for labels, _ in itertools.islice(cursor.iterate(), count):
+        cursor.consume(1)
+        found.append(labels.tolist())
+    return found, cursor.state()
+
+
+@pytest.mark.parametrize("consumed", [1, 3, 8, 12])
+def test_a_stream_whose_order_has_no_seed_is_refused_when_it_is_read_again(consumed: int) -> None:
+    """Samples were lost and repeated, silently. What was drawn for each sample may be another."""
+    _, state = read(Ordered(unseeded_order), consumed)
+    with pytest.raises(CheckpointError, match=r"Ordered gives other samples .* without a seed .*PYTHONHASHSEED"):
+        read(Ordered(unseeded_order), 1, state)
+    whole, _ = read(Ordered(seeded_order), 20)
+    _, state = read(Ordered(seeded_order), consumed)
+    again, later = read(Ordered(seeded_order), 2, state)
+    assert again == whole[consumed : consumed + 2]
+    # Once more, from what the resumed run has saved.
+    assert read(Ordered(seeded_order), 2, later)[0] == whole[consumed + 2 : consumed + 4]
+
+
+def test_the_digests_of_a_stream_are_those_of_its_epoch() -> None:
+    """A trainer reads later epochs without the cursor."""
+    _, state = read(Ordered(seeded_order), 3)
+    cursor = LoaderCursor(DataLoader(Ordered(seeded_order), batch_size=2), seed=9, rank=0)
+    cursor.set_epoch(cursor.resume(state)[0])
+    list(cursor.iterate())
+    cursor.set_epoch(1)
+    cursor.consume(2)
+    assert cursor.state()["order"] is None
+
+
+def test_a_stream_that_has_become_shorter_is_refused() -> None:
+    _, state = read(Ordered(seeded_order), 12)
+    cut = Ordered(lambda _: seeded_order(40)[:20])
+    with pytest.raises(CheckpointError, match=r"Ordered ended after 10 batches of an epoch; .* after 12"):
+        read(cut, 1, state)

@@ -27,7 +27,7 @@ def steps(count: int, ranks: Ranks, restored: list[Any] | None = None, virtual_r
     positions._restored = restored or []
     _, dealt = positions.dealt(loader(), virtual_ranks)
     found = [[(number, batch[0].tolist()) for number, batch in next(dealt)] for _ in range(count)]
-    return found, positions._cursors[0].state()
+    return found, dict(positions._followed[0].state(0))
 
 
 def test_ranks_share_the_steps_that_one_would_compute() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import json
 import os
@@ -16,9 +17,11 @@ import pytest
 import torch
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.files import loaded_checkpoint
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.torch_files import torch_bytes
 from checkpointing.process import rng
+from checkpointing.process.trees import freeze
 from checkpointing.state.train_state import TrainState
 
 
@@ -79,6 +82,30 @@ def test_empty_tensors_that_share_their_storage(name: str) -> None:
     state = {"a": empty, "b": empty.view(0, 1), "c": torch.arange(4.0), "d": torch.arange(4.0) + 10}
     read = point(name, torch_bytes(state)).torch_object(name)
     assert all(torch.equal(read[key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize(
+    "value",
+    [
+        collections.deque([1.5, [2], torch.ones(2)], maxlen=4),
+        collections.defaultdict(list, a=[torch.arange(3)], b=[np.arange(2)]),
+        collections.defaultdict(int, {3: 1}),
+        collections.OrderedDict(b=1, a=[2]),
+        collections.Counter("aab"),
+        np.float32(0.1),
+        np.uint8(200),
+    ],
+)
+def test_containers_and_numbers_come_back_equal_and_of_their_kind(
+    value: Any, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not small:
+        monkeypatch.setattr(loaded_checkpoint, "SMALL_BYTES", 0)
+    found = point("window.pt", torch_bytes(freeze({"value": value}))).own_object("window.pt")["value"]
+    assert type(found) is type(value) and repr(found) == repr(value)
+    for name in ("maxlen", "default_factory"):
+        assert getattr(found, name, None) == getattr(value, name, None)
 
 
 def rewritten(data: bytes, changes: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:

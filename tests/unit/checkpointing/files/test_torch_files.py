@@ -6,8 +6,9 @@ import collections
 import io
 import re
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -166,6 +167,20 @@ class Own:
     pass
 
 
+class Deque(collections.deque[Any]):
+    """One of the script's own."""
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+@dataclass
+class Best:
+    step: int
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -173,7 +188,10 @@ class Own:
         collections.OrderedDict(a=1), torch.Size([2, 3]), torch.float32, torch.zeros(2, 3),
         torch.nn.Parameter(torch.ones(1)),
         np.arange(6.0).reshape(2, 3), np.array([True, False]), np.array([1, 2], dtype=np.uint8),
-        np.float64(0.1), np.int64(7), np.bool_(True),
+        np.float64(0.1), np.int64(7), np.bool_(True), np.float32(0.1), np.float16(2), np.uint8(3), np.complex64(1j),
+        collections.deque([1, [2]], maxlen=3), collections.deque([torch.ones(2)]), collections.Counter("aab"),
+        collections.defaultdict(int, a=1), collections.defaultdict(list, a=[torch.ones(1)]),
+        collections.defaultdict(None, a=1),
     ],
 )  # fmt: skip
 def test_what_can_be_kept_exactly_is(value: Any) -> None:
@@ -183,8 +201,12 @@ def test_what_can_be_kept_exactly_is(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (np.float32(0.1), "numpy.float32"),
-        (collections.deque([1]), "collections.deque"),
+        (np.datetime64("2026-01-01"), "numpy.datetime64"),
+        (np.str_("text"), "numpy.str_"),
+        (Deque([1]), "Deque"),
+        (collections.defaultdict(lambda: 0, a=1), "collections.defaultdict of <function"),
+        (Pair(1, 2), "Pair"),
+        (Best(1), "Best"),
         (Path("x"), "pathlib"),
         (Own(), "Own"),
         (lambda: None, "function"),

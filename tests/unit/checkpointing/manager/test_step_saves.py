@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.small_checkpoint import network, write_checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 from unit.checkpointing.doubles import Connection, manager, options
 
 from checkpointing.errors import CommitFailed, Preempted
@@ -234,6 +236,24 @@ def test_under_a_supervisor_the_end_of_a_loop_ends_its_stage(location: str, fini
 def test_what_is_due_by_steps_is_due(tmp_path: Path) -> None:
     job = Job(tmp_path, cadence=Cadence(save_steps=2))
     assert [job.training.end_of_step(step).save for step in (1, 2, 3)] == [False, True, False]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_step_saves_the_position_behind_what_it_has_used(ahead: int, tmp_path: Path) -> None:
+    """Also the last one, which `close` saves after the loop has drawn once more."""
+    job = Job(tmp_path, cadence=Cadence(snapshot_steps=None, save_steps=2))
+    batches = job.training._positions.batches(DataLoader(TensorDataset(torch.arange(9))), ahead)
+    for _ in range(ahead):
+        next(batches)
+    for step in (1, 2, 3):
+        next(batches)
+        job.training.step(step)
+    next(batches)
+    job.training.close()
+    assert job.client.commits == [2, 3]
+    for step in (2, 3):
+        (position,) = torch.load(io.BytesIO(job.client.staged_steps[step]["data_state.pth"]), weights_only=True)
+        assert position["consumed"] == step
 
 
 def test_a_pause_is_a_sign_of_life_until_the_next_step_begins(job: Job) -> None:

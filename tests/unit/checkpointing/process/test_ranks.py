@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointing.errors import CheckpointError
+from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.process import ranks as module
-from checkpointing.process.ranks import Ranks, owners
+from checkpointing.process.ranks import Ranks, launched_place, owners, place_on_machine
 
 
 def test_a_single_process_needs_no_group() -> None:
@@ -37,6 +38,47 @@ def test_ranks_are_read_from_the_process_group(tmp_path: Path, monkeypatch: pyte
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         assert Ranks.of_this_process() == Ranks(0, 1, 0, 1, None)
+    finally:
+        dist.destroy_process_group()
+
+
+LAUNCHED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        (LAUNCHED, (1, 2)),
+        ({}, None),
+        # Of torch.multiprocessing.spawn, in a process that torchrun has started as one of one.
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, None),
+        ({**LAUNCHED, "RANK": "2"}, None),
+        ({**LAUNCHED, "GROUP_WORLD_SIZE": "2"}, (1, 2)),
+        ({**LAUNCHED, "GROUP_WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, None),
+        ({name: value for name, value in LAUNCHED.items() if name != "LOCAL_RANK"}, None),
+        ({**LAUNCHED, "LOCAL_WORLD_SIZE": ""}, None),
+    ],
+)
+def test_a_launcher_counts_where_it_has_launched_these_ranks(environment: Any, place: Any) -> None:
+    assert launched_place(3, 4, environment) == place
+
+
+def test_ranks_of_no_launcher_are_counted_by_machine() -> None:
+    """Each of those that a script had spawned took itself for the first of its node, and waited for the others."""
+    assert [place_on_machine("aaa", rank) for rank in range(3)] == [(0, 3), (1, 3), (2, 3)]
+    assert [place_on_machine("aab", rank) for rank in range(3)] == [(0, 2), (1, 2), (0, 1)]
+    with pytest.raises(CheckpointError, match="do not follow each other"):
+        place_on_machine("aba", 1)
+
+
+def test_a_scripts_own_ranks_are_refused_under_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(SETTINGS_ENV, RankSettings(agent_socket="/agent").to_json())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        with pytest.raises(CheckpointError, match=r"has made 1 ranks itself .*runner start --nproc-per-node 1"):
+            Ranks.of_this_process()
     finally:
         dist.destroy_process_group()
 

@@ -6,10 +6,11 @@ import collections
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from checkpointing.process.trees import freeze, replaced, tensors_in
+from checkpointing.process.trees import freeze, kinds_in, replaced, tensors_in
 
 ONE, TWO = torch.ones(1), torch.full((2,), 2.0)
 
@@ -43,3 +44,29 @@ def test_dicts_keep_their_type() -> None:
 def test_a_tensor_as_a_key_is_refused(key: Any) -> None:
     with pytest.raises(ValueError, match="a key of a dict is a tensor"):
         replaced({key: 1}, lambda leaf: leaf)
+
+
+def test_a_window_does_not_see_what_is_appended_later() -> None:
+    window: Any = collections.deque([[1]], maxlen=2)
+    tree = {"window": window, "by_name": collections.defaultdict(list, a=[ONE])}
+    frozen = freeze(tree)
+    window[0].append(2)
+    window.append(3)
+    tree["by_name"]["a"].append(TWO)
+    assert list(frozen["window"]) == [[1]] and frozen["window"].maxlen == 2
+    assert frozen["by_name"]["a"] == [ONE] and [id(one) for one in tensors_in(frozen)] == [id(ONE)]
+
+
+def test_tensors_in_a_window_are_replaced() -> None:
+    found = replaced(collections.deque([ONE], maxlen=1), lambda leaf: TWO)
+    assert type(found) is collections.deque and found[0] is TWO and found.maxlen == 1
+
+
+def test_the_kinds_in_a_tree_are_those_of_keys_factories_and_elements_too() -> None:
+    found: set[object] = set()
+    counts: Any = collections.defaultdict(set)
+    counts["b"] = (np.zeros(1, np.int16),)
+    tree = {np.int32(1): [ONE], "a": counts}
+    kinds_in(freeze(tree), found)
+    assert found >= {dict, list, tuple, str, np.int32, set, np.ndarray, np.dtype(np.int16)}
+    assert torch.Tensor not in found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.small_training import Average
@@ -14,8 +15,8 @@ from checkpointing.files import loaded_checkpoint as restore_point
 from checkpointing.files.file_images import FileImage, blob_image, pieces
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
-from checkpointing.files.torch_files import TorchFileLayout
-from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
+from checkpointing.files.torch_files import TorchFileLayout, torch_bytes
+from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, rank_state_name
 from checkpointing.process.device import HostDevice
 from checkpointing.state import train_state
 from checkpointing.state.captured_state import CapturedState
@@ -72,13 +73,98 @@ def test_what_further_states_keep_is_not_the_memory_of_the_checkpoint(monkeypatc
     """On an accelerator large files are not copied: the ranks of a node counted each other's steps."""
     monkeypatch.setattr(restore_point, "SMALL_BYTES", 0)
     written, keeper = training(states={"keeper": Keeper()}), Keeper()
-    saved = point(written.capture(check=True))
+    saved = point(written.capture(readable=set()))
     saved.private = False
     held = saved.files["keeper.pt"]
     before = bytes(held)
     training(states={"keeper": keeper}).restore_optimizer(saved, 0)
     keeper.kept["a"] += 1
     assert bytes(held) == before and keeper.kept["view"].tolist() == [1.0, 1.0]
+
+
+class Window(Keeper):
+    """Says how it is divided."""
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        self.kept = {"all": states}
+
+
+def of_three_ranks(rank: int = 0) -> LoadedCheckpoint:
+    """A checkpoint with an object that each rank has saved for itself."""
+    saved = point(training().capture())
+    saved.world_size, saved.rank = 3, rank
+    for other in range(3):
+        saved.files[rank_state_name(other)] = memoryview(bytearray(torch_bytes({"states": {"mine": {"a": other}}})))
+    return saved
+
+
+def test_what_each_rank_has_saved_is_not_given_to_fewer_or_more_ranks() -> None:
+    """Objects of three ranks were resumed on two: the third one's was lost, and nobody was told."""
+    own = training(states={"mine": Keeper()})
+    for world_size in (2, 4, 1):
+        with pytest.raises(
+            CheckpointError, match=rf"'mine' .* each of 3 ranks.* are {world_size} now.*load_state_dicts"
+        ):
+            own.check_number_of_ranks(of_three_ranks(), world_size)
+    own.check_number_of_ranks(of_three_ranks(), 3)
+    # What was equal on all ranks, or is not tracked any more, fits.
+    own.check_number_of_ranks(point(training(states={"mine": Keeper()}).capture()), 2)
+    training(states={"other": Keeper()}).check_number_of_ranks(of_three_ranks(), 2)
+
+
+def test_a_change_of_the_number_of_ranks_may_be_allowed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CHECKPOINT_ALLOW_CHANGES", "1")
+    training(states={"mine": Keeper()}).check_number_of_ranks(of_three_ranks(), 2)
+    assert "there are 2 now: each keeps its own" in caplog.text
+
+
+def test_an_object_that_says_how_it_is_divided_gets_those_of_all_ranks() -> None:
+    window = Window()
+    own = training(states={"mine": window})
+    own.check_number_of_ranks(of_three_ranks(), 2)
+    own.restore_states(of_three_ranks(1), 1, {"mine"}, 2)
+    assert window.kept == {"all": [{"a": 0}, {"a": 1}, {"a": 2}]}
+    own.restore_states(of_three_ranks(1), 1, {"mine"}, 3)
+    assert window.kept == {"a": 1}
+
+
+class Best:
+    """One of the script's own."""
+
+
+def test_a_kind_of_value_that_comes_later_is_checked_before_it_is_saved() -> None:
+    """A best loss was None until the first evaluation, and then what made every further checkpoint unreadable."""
+    keeper, readable = Keeper(), set[object]()
+    keeper.kept["best"] = None
+    own = training(states={"keeper": keeper})
+    own.capture(readable=readable)
+    keeper.kept["best"] = np.float32(0.5)
+    assert np.float32 not in readable
+    saved = point(own.capture(readable=readable))
+    assert np.float32 in readable
+    read = Keeper()
+    training(states={"keeper": read}).restore_states(saved, 0, {"keeper"})
+    assert read.kept["best"] == np.float32(0.5)
+    keeper.kept["best"] = [Best()]
+    with pytest.raises(CheckpointError, match=r"^keeper.best\[0\]: .*Best cannot be kept"):
+        own.capture(readable=readable)
+
+
+def test_what_has_known_kinds_only_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(train_state, "check_readable", lambda name, _: names.append(name))
+    keeper, readable = Keeper(), set[object]()
+    own = training(states={"keeper": keeper})
+    own.capture(readable=readable)
+    assert {"keeper.pt", "optimizer.pt"} <= set(names)
+    names.clear()
+    own.capture(readable=readable)
+    assert names == []
+    keeper.kept["more"] = 3 + 4j
+    own.capture(readable=readable)
+    assert names == ["keeper.pt"]
 
 
 def test_what_was_trained_and_is_frozen_now_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,7 +201,7 @@ def test_at_a_snapshot_the_model_is_walked_once_for_its_kind(monkeypatch: pytest
 
 def test_what_is_captured_is_restored() -> None:
     written, read = training(0), training(1)
-    saved = point(written.capture(check=True))
+    saved = point(written.capture(readable=set()))
     read.restore_model(saved)
     read.restore_optimizer(saved, 0)
     for name, value in written.model.state_dict().items():
@@ -154,7 +240,7 @@ def test_a_modules_extra_state_is_kept_in_a_file_of_its_own() -> None:
     models = [Counted(2, 2), Counted(2, 2)]
     models[0].count = 7
     states = [TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
-    captured = states[0].capture(check=True)
+    captured = states[0].capture(readable=set())
     assert EXTRA_STATE_NAME in captured.small and not any("extra" in name for name in captured.model)
     states[1].restore_model(point(captured))
     assert models[1].count == 7

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     monkeypatch.setattr("runner.training.rank.faulthandler.enable", lambda: None)
     monkeypatch.setattr("runner.training.rank.multiprocessing.set_start_method", lambda *_, **__: None)
     monkeypatch.setattr("runner.training.rank.atexit._run_exitfuncs", made.exit)
+    monkeypatch.setattr(BaseProcess, "start", BaseProcess.start)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(os, "environ", os.environ.copy())
@@ -94,6 +96,25 @@ def test_a_script_runs_as_under_torchrun(launcher: Launcher, tmp_path: Path) -> 
     )
     sys.modules.pop("beside_it")
     assert launcher.names() == ["rank_started", "rank_done"]
+
+
+def test_processes_that_a_script_makes_are_not_told_of_the_launchers_store(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of torch.multiprocessing.spawn waited there for half an hour for one that nobody had started."""
+    seen: list[str | None] = []
+
+    def note(self: BaseProcess) -> None:
+        seen.append(os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
+
+    monkeypatch.setattr(BaseProcess, "start", note)
+    launcher.run(
+        "import multiprocessing, os\n"
+        "multiprocessing.Process().start()\n"
+        "assert os.environ['TORCHELASTIC_USE_AGENT_STORE'] == 'True'\n",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    assert seen == [None] and launcher.names() == ["rank_started", "rank_done"]
 
 
 @pytest.mark.parametrize("code", ["", "0", "None"])
