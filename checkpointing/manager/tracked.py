@@ -11,6 +11,7 @@ import torch
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.adapter import Adapter
 from checkpointing.state.ddp_buckets import DdpBuckets
+from checkpointing.state.held_optimizers import inner_optimizer
 from checkpointing.state.kinds import kind_of
 from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.param_names import is_wrapped, unwrapped
@@ -58,7 +59,7 @@ class Tracked:
             model = unwrapped(model)
         kept = self._kept
         if pipeline or kept is None or not kept.is_of(model, optimizer):
-            found = kind_of(model, getattr(optimizer, "optimizer", optimizer), self._ranks, pipeline=pipeline)
+            found = kind_of(model, inner_optimizer(optimizer), self._ranks, pipeline=pipeline)
             kept = self._kept = found if found.is_kept else None
         if kept is not None and kept.optimizer is kept:
             # It takes the optimizer's place.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -21,6 +23,7 @@ from checkpointing.format.layout import (
     MASTER_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
+    ORDER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
     rank_state_name,
@@ -28,9 +31,17 @@ from checkpointing.format.layout import (
 from checkpointing.process.trees import freeze, tensors_in
 from checkpointing.state.adapter import BASE_NAME, Adapter
 from checkpointing.state.captured_state import CapturedState, versions_of
+from checkpointing.state.held_optimizers import (
+    announces_steps,
+    check_resumable,
+    held_by,
+    inner_optimizer,
+    is_of_torch,
+)
 from checkpointing.state.kinds import kind_of
 from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.optimizer_memory import OptimizerMemory
+from checkpointing.state.param_names import order_digest
 from checkpointing.state.samples import named_tensors
 from checkpointing.state.tensor_fingerprint import FiniteLook
 from checkpointing.state.weights import is_expanded
@@ -88,8 +99,8 @@ class TrainState:
 
     @property
     def torch_optimizer(self) -> Any:
-        """The optimizer inside accelerate's wrapper."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+        """The optimizer inside a wrapper that only passes on, such as accelerate's."""
+        return inner_optimizer(self.optimizer)
 
     @property
     def on_gpu(self) -> bool:
@@ -114,7 +125,7 @@ class TrainState:
         """Whether torch calls the pre-step barrier before the optimizer changes the state."""
         # Asked at each snapshot: only a kind that stays has another optimizer inside, and need not be found again.
         stepping = self.torch_optimizer if self.held_as is None else self.held_as.base_optimizer
-        return isinstance(stepping, torch.optim.Optimizer)
+        return announces_steps(stepping)
 
     def expected_bytes(self, local_world_size: int = sys.maxsize, *, is_spread: bool = False) -> int:
         """Estimate the size of a node's snapshot, as far as it can be known before the first optimizer step.
@@ -142,6 +153,9 @@ class TrainState:
             CheckpointError: Part of the state cannot be read back; the message names it.
         """
         kind = self.kind
+        if check and self.held_as is None:
+            # Before anything is taken by reference: the optimizer loads what it has saved.
+            check_resumable(self.torch_optimizer, self.states.values())
         live, objects, small = self._live_state()
         small |= {name: torch_bytes(value) for name, value in objects.items()}
         parts: sharding.Parts = {}
@@ -169,6 +183,8 @@ class TrainState:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
         small |= kind.files(optimizer)
+        if not is_of_torch(optimizer):
+            small |= self._order_file(kind)
         optimizer = kind.optimizer_state(optimizer, local_world_size)
         if kind.is_cut and not is_late:
             optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
@@ -202,6 +218,39 @@ class TrainState:
             scale=_scale_of(objects.get(SCALER_NAME)),
             uncut=local_world_size if is_late else None,
         )
+
+    def _order_file(self, kind: StateKind) -> dict[str, bytes]:
+        """Return what tells a resumed run the order of the parameters, which a layout of the optimizer's own does not.
+
+        Raises:
+            CheckpointError: What belongs to a parameter cannot be cut as the parameter is.
+        """
+        name = type(self.torch_optimizer).__name__
+        if kind.is_cut:
+            raise CheckpointError(
+                f"{name} is not supported where parameters are sharded: its state_dict has a layout of its own, which "
+                "cannot be cut. Use an optimizer whose state_dict is as those of torch.optim, or DDP"
+            )
+        digest = order_digest(self.torch_optimizer, self.model)
+        return {ORDER_NAME: json.dumps({"optimizer": name, "parameters": digest}).encode()} if digest else {}
+
+    def _own_optimizer_state(
+        self, state: Any, kind: StateKind, point: LoadedCheckpoint, place: Callable[[Any], Any]
+    ) -> Any:
+        """Return what this rank's optimizer loads of the state in a checkpoint; `place` is that of `restore_model`.
+
+        Raises:
+            ValueError: It is of another kind of optimizer, or of other parameters.
+        """
+        state = kind.own_state(state)
+        if is_of_torch(state):
+            return place(point.cut_optimizer_state(state, self.torch_optimizer))
+        if point.has(ORDER_NAME):
+            now = order_digest(self.torch_optimizer, self.model)
+            if point.json(ORDER_NAME).get("parameters") != now:
+                raise ValueError("the optimizer has other parameters now, or has them in another order")
+        # Where it keeps what it is given, is not known.
+        return state if point.private else copy.deepcopy(state)
 
     def _live_state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
         """Return the model's tensors by name, small objects by file, and ready-made files."""
@@ -306,17 +355,20 @@ class TrainState:
             CheckpointError: A file cannot be parsed, or is of another optimizer.
         """
         kind = self.kind
-        before = tensors_in([list(own.values()) for own in getattr(self.torch_optimizer, "state", {}).values()])
+        optimizers = [self.torch_optimizer, *held_by(self.torch_optimizer)]
+        states = [own for optimizer in optimizers for own in getattr(optimizer, "state", {}).values()]
+        before = tensors_in([list(own.values()) for own in states])
         _load(
             self.optimizer,
             point,
             OPTIMIZER_NAME,
-            lambda state: place(point.cut_optimizer_state(kind.own_state(state), self.torch_optimizer)),
+            lambda state: self._own_optimizer_state(state, kind, point, place),
         )
         own_name = point.own_name if kind.restore_options(point) else str
         _warn_of_frozen(self.model, self.torch_optimizer, point)
         if not point.private:
-            _own_what_stayed_on_the_host(self.torch_optimizer, before)
+            for optimizer in optimizers:
+                _own_what_stayed_on_the_host(optimizer, before)
         ranks = self.restore_states(point, rank, self.states.keys())
         if point.has(rank_state_name(rank)):
             # The model's own file has rank 0's.
@@ -365,7 +417,8 @@ def _warn_of_missing(point: LoadedCheckpoint, what: str) -> None:
 def _put(
     stateful: Any, point: LoadedCheckpoint, name: str, state: Any, change: Callable[[Any], Any] | None = None
 ) -> None:
-    memory = OptimizerMemory.of(stateful)
+    optimizer = inner_optimizer(stateful)
+    memory = OptimizerMemory([optimizer, *held_by(optimizer)])
     try:
         stateful.load_state_dict(change(state) if change is not None else state)
     except CheckpointError:
@@ -376,7 +429,7 @@ def _put(
             f"{point.label}: {name} does not fit this {type(stateful).__name__}: {type(error).__name__}: {error}. Use "
             "the one that wrote it, or another output_dir."
         ) from error
-    if memory is not None and (replaced := memory.put_back()) and point.rank == 0:
+    if (replaced := memory.put_back()) and point.rank == 0:
         logger.warning(
             "%s: %d tensors of the optimizer (%s) are new ones now, since the checkpoint has others or none: whatever "
             "holds the old ones, such as a CUDA graph that was captured before resume(), must be made again",
