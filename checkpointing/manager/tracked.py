@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.adapter import Adapter
 from checkpointing.state.ddp_buckets import DdpBuckets
+from checkpointing.state.fresh_start import FreshStart
 from checkpointing.state.held_optimizers import inner_optimizer
 from checkpointing.state.kinds import kind_of
 from checkpointing.state.kinds.state_kind import StateKind
@@ -38,6 +40,7 @@ class Tracked:
         self.buckets = DdpBuckets(is_first=ranks.is_first)
         self.static_files: dict[str, bytes] = {}
         self._kept: StateKind | None = None
+        self._fresh: FreshStart | None = None
         # Classes of what DDP's communication hooks remember, which no checkpoint holds.
         self._hook_states: list[str] = []
 
@@ -64,8 +67,22 @@ class Tracked:
         if kept is not None and kept.optimizer is kept:
             # It takes the optimizer's place.
             model, optimizer = kept.model, kept
-        self.state = TrainState(model, optimizer, scheduler, scaler, dict(states), adapter, kept)
+        fresh = self._fresh if self._fresh is not None and self._fresh.model is model else None
+        self.state = TrainState(model, optimizer, scheduler, scaler, dict(states), adapter, kept, fresh)
         self.buckets.track([model, optimizer, *self.state.states.values()])
+
+    def remember_start(self) -> FreshStart | None:
+        """Note what the script has made, before anything of it is restored or trained; once for a model."""
+        state = self.state
+        if state.model is None:
+            return None
+        fresh = state.fresh
+        if fresh is None:
+            fresh = self._fresh = FreshStart(state.model, state.weights())
+            self.state = dataclasses.replace(state, fresh=fresh)
+        if state.optimizer is not None:
+            fresh.has_optimizer(state.torch_optimizer)
+        return fresh
 
     @property
     def has_training(self) -> bool:
@@ -92,6 +109,8 @@ class Tracked:
         if not self.has_training:
             return
         self.state.check()
+        if (fresh := self.remember_start()) is not None:
+            fresh.begins(self.state.weights())
         unsaved = self.state.num_unsaved
         if self._ranks.is_first and unsaved and not any(map(_may_hold_parameters, self.state.states.values())):
             logger.warning(

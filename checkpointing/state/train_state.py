@@ -19,6 +19,7 @@ from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.torch_files import check_readable, torch_bytes
 from checkpointing.format.layout import (
     ADAPTER_NAME,
+    BUFFERS_NAME,
     EXTRA_STATE_NAME,
     MASTER_NAME,
     MODEL_NAME,
@@ -31,6 +32,7 @@ from checkpointing.format.layout import (
 from checkpointing.process.trees import freeze, tensors_in
 from checkpointing.state.adapter import BASE_NAME, Adapter
 from checkpointing.state.captured_state import CapturedState, versions_of
+from checkpointing.state.fresh_start import FreshStart
 from checkpointing.state.held_optimizers import (
     announces_steps,
     check_resumable,
@@ -71,6 +73,7 @@ class TrainState:
         states: Further objects with `state_dict` and `load_state_dict`, by name.
         adapter: The part of the model that is saved; None saves all of it.
         held_as: How ranks hold model and optimizer, where that is of a kind that stays.
+        fresh: What a fresh start of the script has, once that is known.
     """
 
     model: torch.nn.Module
@@ -80,6 +83,7 @@ class TrainState:
     states: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter | None = None
     held_as: StateKind | None = None
+    fresh: FreshStart | None = None
     _finite_buffers: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
@@ -157,6 +161,7 @@ class TrainState:
             # Before anything is taken by reference: the optimizer loads what it has saved.
             check_resumable(self.torch_optimizer, self.states.values())
         live, objects, small = self._live_state()
+        small |= self._changes(live, kind)
         small |= {name: torch_bytes(value) for name, value in objects.items()}
         parts: sharding.Parts = {}
         is_spread = kind.is_spread(local_world_size) if is_spread is None else is_spread
@@ -182,9 +187,7 @@ class TrainState:
         if self.on_gpu:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
-        small |= kind.files(optimizer)
-        if not is_of_torch(optimizer):
-            small |= self._order_file(kind)
+        small |= self._optimizer_files(optimizer, kind)
         optimizer = kind.optimizer_state(optimizer, local_world_size)
         if kind.is_cut and not is_late:
             optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
@@ -219,12 +222,33 @@ class TrainState:
             uncut=local_world_size if is_late else None,
         )
 
-    def _order_file(self, kind: StateKind) -> dict[str, bytes]:
-        """Return what tells a resumed run the order of the parameters, which a layout of the optimizer's own does not.
+    def weights(self) -> dict[str, Any]:
+        """Return what is saved of the model by reference, by name; also what modules return as extra state."""
+        if self.adapter is not None:
+            return self.adapter.weights(self.model)
+        return self.model.state_dict(keep_vars=True)
+
+    def _changes(self, live: Mapping[str, Any], kind: StateKind) -> dict[str, bytes]:
+        """Return what tells a resumed run the buffers that its fresh start lacks, or has in another shape.
 
         Raises:
-            CheckpointError: What belongs to a parameter cannot be cut as the parameter is.
+            CheckpointError: The model is one that a resume could not load.
         """
+        if self.fresh is None:
+            return {}
+        names = self.fresh.changed_buffers(live, may_change=self.adapter is None and not kind.is_cut)
+        return {BUFFERS_NAME: json.dumps({"names": names}).encode()} if names else {}
+
+    def _optimizer_files(self, state: Any, kind: StateKind) -> dict[str, bytes]:
+        """Return small files of the optimizer: where its state dict has a layout of its own, its parameters' order.
+
+        Raises:
+            CheckpointError: A resume could not load it; or what belongs to a parameter cannot be cut as that is.
+        """
+        if is_of_torch(state):
+            if self.fresh is not None and self.held_as is None:
+                self.fresh.check_groups(state["param_groups"])
+            return kind.files(state)
         name = type(self.torch_optimizer).__name__
         if kind.is_cut:
             raise CheckpointError(
@@ -262,9 +286,7 @@ class TrainState:
         small: dict[str, bytes] = {}
         if self.adapter is not None:
             small[BASE_NAME] = self.adapter.identify(self.model)
-            live: dict[str, Any] = self.adapter.weights(self.model)
-        else:
-            live = self.model.state_dict(keep_vars=True)
+        live = self.weights()
         # A module's `get_extra_state` may return anything.
         extra = {name: freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
         if extra:

@@ -103,7 +103,7 @@ def test_a_layout_of_its_own_is_refused_where_parameters_are_sharded() -> None:
     model = network()
     kind: Any = SimpleNamespace(is_cut=True)
     with pytest.raises(CheckpointError, match="Lookahead is not supported where parameters are sharded"):
-        TrainState(model, lookahead(model))._order_file(kind)
+        TrainState(model, lookahead(model))._optimizer_files({}, kind)
 
 
 def accelerated(optimizer: Any) -> Any:
