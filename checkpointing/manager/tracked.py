@@ -111,6 +111,8 @@ class Tracked:
         self.state.check()
         if (fresh := self.remember_start()) is not None:
             fresh.begins(self.state.weights())
+        if self.state.adapter is not None:
+            self.state.adapter.begin(self.state.model)
         unsaved = self.state.num_unsaved
         if self._ranks.is_first and unsaved and not any(map(_may_hold_parameters, self.state.states.values())):
             logger.warning(

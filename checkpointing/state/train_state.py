@@ -30,7 +30,7 @@ from checkpointing.format.layout import (
     rank_state_name,
 )
 from checkpointing.process.trees import freeze, tensors_in
-from checkpointing.state.adapter import BASE_NAME, Adapter
+from checkpointing.state.adapter import BASE_NAME, BASE_STATE, Adapter
 from checkpointing.state.captured_state import CapturedState, versions_of
 from checkpointing.state.fresh_start import FreshStart
 from checkpointing.state.held_optimizers import (
@@ -50,6 +50,8 @@ from checkpointing.state.weights import is_expanded
 
 logger = logging.getLogger("checkpointing")
 
+# Names of files that are not those of further `states`.
+_RESERVED = {"optimizer", "scheduler", "scaler", "rng_state", BASE_STATE}
 # Larger buffers are not cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024
 _SMALL_TENSOR_BYTES = 64 * 1024
@@ -90,7 +92,7 @@ class TrainState:
         check_model(self.model)
         check_optimizer(self.torch_optimizer)
         for name in self.states:
-            if not name.isidentifier() or name in ("optimizer", "scheduler", "scaler", "rng_state"):
+            if not name.isidentifier() or name in _RESERVED:
                 raise ValueError(f"states: the name {name!r} is not allowed; use another identifier")
         # Masks hold infinities from the beginning; other buffers are to stay finite.
         buffers = _small_buffers(self.model) if self.model is not None else {}
@@ -182,7 +184,7 @@ class TrainState:
         model = {name: value if sharding.is_sharded(value) else value.detach() for name, value in live.items()}
         optimizer = freeze(self.optimizer.state_dict())
         masters = sharding.stand_ins(kind.masters, parts)
-        states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
+        states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()} | self._own_states()
         held = set(map(id, tensors_in(optimizer)))
         if self.on_gpu:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
@@ -227,6 +229,15 @@ class TrainState:
         if self.adapter is not None:
             return self.adapter.weights(self.model)
         return self.model.state_dict(keep_vars=True)
+
+    def _own_states(self) -> dict[str, Any]:
+        """Return what is saved besides what is named in `states`; it may change at any moment, too.
+
+        Raises:
+            CheckpointError: It cannot be saved.
+        """
+        base = self.adapter.changed_base(self.model) if self.adapter is not None else {}
+        return {BASE_STATE: base} if base else {}
 
     def _changes(self, live: Mapping[str, Any], kind: StateKind) -> dict[str, bytes]:
         """Return what tells a resumed run the buffers that its fresh start lacks, or has in another shape.
