@@ -113,15 +113,3 @@ class Tracked:
             fresh.begins(self.state.weights())
         if self.state.adapter is not None:
             self.state.adapter.begin(self.state.model)
-        unsaved = self.state.num_unsaved
-        if self._ranks.is_first and unsaved and not any(map(_may_hold_parameters, self.state.states.values())):
-            logger.warning(
-                "the optimizer trains %d parameters that are not in `model`: no checkpoint holds them, and a resumed "
-                "run begins with what the script makes. Give their module in `states`, or one model that has them all",
-                unsaved,
-            )
-
-
-def _may_hold_parameters(state: Any) -> bool:
-    """Return whether an object in `states` may be what holds parameters, without being a module or an optimizer."""
-    return not isinstance(state, torch.nn.Module) and not hasattr(state, "param_groups")

@@ -46,12 +46,13 @@ from checkpointing.state.optimizer_memory import OptimizerMemory
 from checkpointing.state.param_names import order_digest
 from checkpointing.state.samples import named_tensors
 from checkpointing.state.tensor_fingerprint import FiniteLook
+from checkpointing.state.trained_elsewhere import TRAINED_STATE, TrainedElsewhere
 from checkpointing.state.weights import is_expanded
 
 logger = logging.getLogger("checkpointing")
 
 # Names of files that are not those of further `states`.
-_RESERVED = {"optimizer", "scheduler", "scaler", "rng_state", BASE_STATE}
+_RESERVED = {"optimizer", "scheduler", "scaler", "rng_state", BASE_STATE, TRAINED_STATE}
 # Larger buffers are not cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024
 _SMALL_TENSOR_BYTES = 64 * 1024
@@ -184,7 +185,8 @@ class TrainState:
         model = {name: value if sharding.is_sharded(value) else value.detach() for name, value in live.items()}
         optimizer = freeze(self.optimizer.state_dict())
         masters = sharding.stand_ins(kind.masters, parts)
-        states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()} | self._own_states()
+        states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
+        states |= self._own_states(states, live.values(), kind)
         held = set(map(id, tensors_in(optimizer)))
         if self.on_gpu:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
@@ -230,14 +232,36 @@ class TrainState:
             return self.adapter.weights(self.model)
         return self.model.state_dict(keep_vars=True)
 
-    def _own_states(self) -> dict[str, Any]:
+    def _own_states(self, states: Mapping[str, Any], live: Iterable[Any], kind: StateKind) -> dict[str, Any]:
         """Return what is saved besides what is named in `states`; it may change at any moment, too.
+
+        Args:
+            states: Their state dicts.
+            live: What is saved of the model.
+            kind: How ranks hold it.
 
         Raises:
             CheckpointError: It cannot be saved.
         """
         base = self.adapter.changed_base(self.model) if self.adapter is not None else {}
-        return {BASE_STATE: base} if base else {}
+        found = self._trained_elsewhere(states, live, kind)
+        return ({BASE_STATE: base} if base else {}) | {name: freeze(one.state_dict()) for name, one in found.items()}
+
+    def _trained_elsewhere(
+        self, states: Mapping[str, Any], live: Iterable[Any], kind: StateKind
+    ) -> dict[str, TrainedElsewhere]:
+        """Return the parameters that the optimizer trains and that nothing else which is saved holds, as a state."""
+        saved = set(map(id, live))
+        missing = [parameter for parameter in kind.trained if id(parameter) not in saved]
+        if missing:
+            # Few trainings come here, which takes longer.
+            holders = [self.model, *(one for one in self.states.values() if isinstance(one, torch.nn.Module))]
+            saved |= {id(parameter) for holder in holders for parameter in holder.parameters()}
+            whole = [one for one in tensors_in(list(states.values())) if not sharding.is_sharded(one)]
+            places = {tensor.data_ptr() for tensor in whole}
+            missing = [one for one in missing if id(one) not in saved]
+            missing = [one for one in missing if sharding.is_sharded(one) or one.data_ptr() not in places]
+        return {TRAINED_STATE: TrainedElsewhere(missing)} if missing else {}
 
     def _changes(self, live: Mapping[str, Any], kind: StateKind) -> dict[str, bytes]:
         """Return what tells a resumed run the buffers that its fresh start lacks, or has in another shape.
@@ -311,20 +335,16 @@ class TrainState:
         Raises:
             CheckpointError: Something in `states` is sharded.
         """
-        for name, stateful in self.states.items():
+        states = {name: stateful.state_dict() for name, stateful in self.states.items()}
+        states |= {name: one.state_dict() for name, one in self._trained_elsewhere(states, (), self.kind).items()}
+        for name, state in states.items():
             # A state dict does not show what ZeRO-3 has partitioned.
+            stateful = self.states.get(name)
             parameters = stateful.parameters() if isinstance(stateful, torch.nn.Module) else ()
-            if any(map(sharding.is_sharded, [*tensors_in(stateful.state_dict()), *parameters])):
+            if any(map(sharding.is_sharded, [*tensors_in(state), *parameters])):
                 raise CheckpointError(
                     f"states: {name!r} holds sharded tensors, which is not supported yet: only of model and optimizer"
                 )
-
-    @property
-    def num_unsaved(self) -> int:
-        """Number of parameters that the optimizer trains and that are in nothing that is saved, as far as is known."""
-        holders = [self.model, *(one for one in self.states.values() if isinstance(one, torch.nn.Module))]
-        saved = {id(parameter) for holder in holders for parameter in holder.parameters()}
-        return sum(id(parameter) not in saved for parameter in self.kind.trained)
 
     def restore_model(self, point: LoadedCheckpoint, place: Callable[[Any], Any] = lambda state: state) -> None:
         """Load the weights, each from the most precise file that the checkpoint has of it.
@@ -363,7 +383,9 @@ class TrainState:
         """
         own = rank_state_name(rank) if point.has(rank_state_name(rank)) else rank_state_name(0)
         ranks: dict[str, Any] = point.own_object(own) if point.has(own) else {}
-        for name, stateful in self.states.items():
+        states = {name: stateful.state_dict() for name, stateful in self.states.items()}
+        elsewhere = self._trained_elsewhere(states, (), self.kind)
+        for name, stateful in {**self.states, **elsewhere}.items():
             if name not in names:
                 continue
             if point.has(f"{name}.pt"):
@@ -402,7 +424,7 @@ class TrainState:
         if not point.private:
             for optimizer in optimizers:
                 _own_what_stayed_on_the_host(optimizer, before)
-        ranks = self.restore_states(point, rank, self.states.keys())
+        ranks = self.restore_states(point, rank, {*self.states, TRAINED_STATE})
         if point.has(rank_state_name(rank)):
             # The model's own file has rank 0's.
             _fill_buffers(self.model, ranks.get("buffers", {}))

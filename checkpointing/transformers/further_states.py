@@ -131,7 +131,7 @@ def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
     is saved is `covered`, by `id`.
     """
     found: dict[str, str] = {}
-    saved = set(covered) | {id(trainer.model), id(trainer.model_wrapped)}
+    saved = set(covered) | {id(trainer.model), id(trainer.model_wrapped)} | set(_saved_modules(trainer))
     for callback in trainer.callback_handler.callbacks:
         kind = type(callback)
         if isinstance(callback, ExportableState) or id(callback) in saved:
@@ -148,6 +148,20 @@ def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
         for name, value in vars(state).items():
             _add(found, f"communication hook {number} ({type(state).__name__}).{name}", value, simple=True)
     return found
+
+
+def _saved_modules(trainer: Any) -> Iterator[int]:
+    """Yield the `id` of modules that have nothing but tensors of the model and parameters that the optimizer trains."""
+    modules = [value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)]
+    if modules:
+        groups = getattr(getattr(trainer, "optimizer", None), "param_groups", ())
+        tensors = {id(parameter) for group in groups for parameter in group["params"]} | _tensors_of(trainer.model)
+        yield from (id(module) for module in modules if _tensors_of(module) <= tensors)
+
+
+def _tensors_of(module: Any) -> set[int]:
+    is_module = isinstance(module, torch.nn.Module)
+    return {id(value) for value in (*module.parameters(), *module.buffers())} if is_module else set()
 
 
 def _add(found: dict[str, str], name: str, value: Any, *, simple: bool) -> None:

@@ -195,3 +195,14 @@ def test_of_a_trainer_only_what_holds_tensors_counts() -> None:
     subject.count, subject._private = 1, torch.ones(1)
     names = changed(before, uncovered(subject, set()))
     assert names == ["SimpleNamespace.generator", "SimpleNamespace.teacher"]
+
+
+def test_a_loss_is_named_only_where_it_has_more_than_is_trained() -> None:
+    """That of sentence-transformers has the model in it; other parameters are saved by the optimizer's order."""
+    subject = holding(loss=torch.nn.Linear(2, 2), counting=torch.nn.BatchNorm1d(2))
+    trained = [*subject.loss.parameters(), *subject.counting.parameters()]
+    subject.loss.model, subject.optimizer = subject.model, torch.optim.SGD(trained, lr=0.1)
+    before = uncovered(subject, set())
+    for tensor in (*trained, subject.counting.running_mean):
+        tensor.data.fill_(3.0)
+    assert changed(before, uncovered(subject, set())) == ["SimpleNamespace.counting"]
