@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from checkpointing.manager.registered_objects import RegisteredObjects
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.adapter import Adapter
 from checkpointing.state.ddp_buckets import DdpBuckets
@@ -17,6 +18,7 @@ from checkpointing.state.held_optimizers import inner_optimizer
 from checkpointing.state.kinds import kind_of
 from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.param_names import is_wrapped, unwrapped
+from checkpointing.state.several_schedulers import as_one
 from checkpointing.state.train_state import TrainState, hooks_with_memory
 
 logger = logging.getLogger("checkpointing")
@@ -41,6 +43,8 @@ class Tracked:
         self.static_files: dict[str, bytes] = {}
         self._kept: StateKind | None = None
         self._fresh: FreshStart | None = None
+        # Once training is about to begin.
+        self._registered: RegisteredObjects | None = None
         # Classes of what DDP's communication hooks remember, which no checkpoint holds.
         self._hook_states: list[str] = []
 
@@ -68,7 +72,8 @@ class Tracked:
             # It takes the optimizer's place.
             model, optimizer = kept.model, kept
         fresh = self._fresh if self._fresh is not None and self._fresh.model is model else None
-        self.state = TrainState(model, optimizer, scheduler, scaler, dict(states), adapter, kept, fresh)
+        self.state = TrainState(model, optimizer, as_one(scheduler), scaler, dict(states), adapter, kept, fresh)
+        self._add_registered()
         self.buckets.track([model, optimizer, *self.state.states.values()])
 
     def remember_start(self) -> FreshStart | None:
@@ -82,7 +87,23 @@ class Tracked:
             self.state = dataclasses.replace(state, fresh=fresh)
         if state.optimizer is not None:
             fresh.has_optimizer(state.torch_optimizer)
+            if self._registered is None:
+                self._registered = RegisteredObjects(state.optimizer)
+                self._add_registered()
         return fresh
+
+    def check_registered(self) -> None:
+        """Check that nothing was registered with accelerate since training began (CheckpointError)."""
+        if self._registered is not None:
+            self._registered.check()
+
+    def _add_registered(self) -> None:
+        if self._registered is None:
+            return
+        state = self.state
+        saved = (state.model, state.optimizer, state.scheduler, state.scaler, *state.states.values())
+        if found := self._registered.states(saved):
+            self.state = dataclasses.replace(state, states={**state.states, **found})
 
     @property
     def has_training(self) -> bool:
