@@ -17,6 +17,10 @@ TRAINER_STATE_NAME = "trainer_state.json"
 EXTRA_STATE_NAME = "extra_state.pt"
 # The options of an optimizer's groups, where each stage of a pipeline has its own.
 OPTIONS_NAME = "optimizer_options.pt"
+# Names of buffers that training has made, or has given another shape or type.
+BUFFERS_NAME = "changed_buffers.json"
+# In which order an optimizer has its parameters, where its state dict has a layout of its own.
+ORDER_NAME = "optimizer_order.json"
 # In which order DistributedDataParallel sums gradients.
 BUCKETS_NAME = "ddp_buckets.json"
 # Next to the checkpoints: a state with NaN or infinity, for a post-mortem.

@@ -119,7 +119,7 @@ class CheckpointManager:
                 supervisor's choice, or else `CHECKPOINT_LOCATION`, takes precedence.
             model: The model that is saved and restored; may be given later by `track`, like the next three.
             optimizer: Its optimizer.
-            scheduler: Its learning rate scheduler.
+            scheduler: Its learning rate scheduler; several in a list or a dict.
             scaler: Its gradient scaler.
             states: Further objects with `state_dict` and `load_state_dict` (a moving average of the weights, say), by
                 name; each is kept in `<name>.pt`. They may change at any moment: training waits while they are copied.
@@ -248,7 +248,7 @@ class CheckpointManager:
         Args:
             model: The model, or a DeepSpeed engine; the wrappers of DDP and torch.compile are looked through.
             optimizer: The optimizer; that of a DeepSpeed engine is known.
-            scheduler: The learning rate scheduler.
+            scheduler: The learning rate scheduler; several in a list or a dict.
             scaler: The gradient scaler.
             states: Further objects with `state_dict` and `load_state_dict`, by name.
             adapter: The part of the model that is trained, where the rest is not to be saved.

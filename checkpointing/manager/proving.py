@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -60,7 +61,7 @@ class Proving:
         self._is_fresh = True
         self._pass = _ForwardPass(self.batch)
         # Where the model's own passes are not seen, what was drawn for it counts.
-        self._takes_draws = False
+        self._takes_draws = self._has_warned = False
 
     def newest_comparable(self) -> int | None:
         """Return with `strict` the newest step that any rank has a record of, which is to be recomputed.
@@ -132,7 +133,8 @@ class Proving:
     def batch(self, batch: object) -> None:
         """Record a micro-batch as it enters the model."""
         if self._recorder is not None:
-            self._recorder.batch(batch)
+            with self._harmless():
+                self._recorder.batch(batch)
 
     def drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Iterate over batches that a loop draws; they are recorded where the model's passes are not seen."""
@@ -144,7 +146,8 @@ class Proving:
     def loss(self, loss: torch.Tensor) -> None:
         """Record the loss of a micro-batch."""
         if self._recorder is not None:
-            self._recorder.loss(loss)
+            with self._harmless():
+                self._recorder.loss(loss)
 
     def end_step(self, step: int, figures: Mapping[str, Any]) -> None:
         """Record the step that has ended.
@@ -157,9 +160,13 @@ class Proving:
             return
         if not self._pass.was_seen:
             self._takes_draws = True
+        with self._harmless():
+            self._record(self._recorder, step, figures)
+
+    def _record(self, recorder: StepRecorder, step: int, figures: Mapping[str, Any]) -> None:
         scaler = getattr(self._tracked.state.scaler, "_scale", None)
         known = {name: value for name, theirs in FIGURES.items() if _is_number(value := _own(figures.get(theirs)))}
-        self._recorder.end(step, self._tracked.state.torch_optimizer, figures={**known, "loss_scale": scaler})
+        recorder.end(step, self._tracked.state.torch_optimizer, figures={**known, "loss_scale": scaler})
 
     def conclude(self, step: int, *, agreed: bool) -> None:
         """Compare with all ranks, where that is due.
@@ -189,6 +196,16 @@ class Proving:
         self._pass.close()
         if self._recorder is not None:
             self._proof.close(self._settle)
+
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Continue where something cannot be recorded: batches and optimizers are of any kind."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("a step cannot be recorded, and is not compared after a resume: %r", error)
 
     def _settle(self) -> None:
         assert self._recorder is not None

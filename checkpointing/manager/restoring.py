@@ -62,6 +62,7 @@ class Restoring:
         """
         self._node.snapshots.settle()
         self._node.heartbeat.write(Phase.RESTORING, 0)
+        self._tracked.remember_start()
         if on_device is None:
             on_device = self._tracked.is_on_device
         pinning = self._node.connection.pinning
@@ -120,12 +121,14 @@ class Restoring:
     def restore_model(self, point: LoadedCheckpoint) -> None:
         """Load the weights; raises CheckpointError where the checkpoint is of another model."""
         self._node.snapshots.settle()
+        self._tracked.remember_start()
         self._tracked.buckets.restore(point)
         self._node.restorer.load_model(self._tracked.state, point)
 
     def restore_optimizer(self, point: LoadedCheckpoint) -> None:
         """Load the state of optimizer, scheduler, scaler, and of the further `states`."""
         self._node.snapshots.settle()
+        self._tracked.remember_start()
         self._node.restorer.load_optimizer(self._tracked.state, point)
 
     def restore_states(self, point: LoadedCheckpoint, names: Set[str]) -> None:

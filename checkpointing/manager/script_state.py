@@ -128,4 +128,6 @@ class ScriptState:
         for model in filter(None, saved):
             found |= {id(module) for module in model.modules()}
             found |= {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        return found
+        # Those of a loss, say, are saved by the optimizer's order.
+        groups = getattr(state.torch_optimizer, "param_groups", None) or ()
+        return found | {id(tensor) for group in groups for tensor in group["params"]}

@@ -79,6 +79,7 @@ class StepSaves:
         generators: Mapping[str, Any] | None,
     ) -> None:
         """Snapshot the state of a step; see `CheckpointManager.save`."""
+        self._tracked.check_registered()
         rank, world_size = self._ranks.rank, self._ranks.world_size
         generators_file = functools.partial(torch_bytes, dict(generators or rng.state(world_size)))
         own = {**files, rng.file_name(rank, world_size): generators_file, **self._positions.files(step)}

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from checkpointing.manager.registered_objects import RegisteredObjects
 from checkpointing.process.ranks import Ranks
 from checkpointing.state.adapter import Adapter
 from checkpointing.state.ddp_buckets import DdpBuckets
+from checkpointing.state.fresh_start import FreshStart
+from checkpointing.state.held_optimizers import inner_optimizer
 from checkpointing.state.kinds import kind_of
 from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.param_names import is_wrapped, unwrapped
+from checkpointing.state.several_schedulers import as_one
 from checkpointing.state.train_state import TrainState, hooks_with_memory
 
 logger = logging.getLogger("checkpointing")
@@ -37,6 +42,9 @@ class Tracked:
         self.buckets = DdpBuckets(is_first=ranks.is_first)
         self.static_files: dict[str, bytes] = {}
         self._kept: StateKind | None = None
+        self._fresh: FreshStart | None = None
+        # Once training is about to begin.
+        self._registered: RegisteredObjects | None = None
         # Classes of what DDP's communication hooks remember, which no checkpoint holds.
         self._hook_states: list[str] = []
 
@@ -58,13 +66,44 @@ class Tracked:
             model = unwrapped(model)
         kept = self._kept
         if pipeline or kept is None or not kept.is_of(model, optimizer):
-            found = kind_of(model, getattr(optimizer, "optimizer", optimizer), self._ranks, pipeline=pipeline)
+            found = kind_of(model, inner_optimizer(optimizer), self._ranks, pipeline=pipeline)
             kept = self._kept = found if found.is_kept else None
         if kept is not None and kept.optimizer is kept:
             # It takes the optimizer's place.
             model, optimizer = kept.model, kept
-        self.state = TrainState(model, optimizer, scheduler, scaler, dict(states), adapter, kept)
+        fresh = self._fresh if self._fresh is not None and self._fresh.model is model else None
+        self.state = TrainState(model, optimizer, as_one(scheduler), scaler, dict(states), adapter, kept, fresh)
+        self._add_registered()
         self.buckets.track([model, optimizer, *self.state.states.values()])
+
+    def remember_start(self) -> FreshStart | None:
+        """Note what the script has made, before anything of it is restored or trained; once for a model."""
+        state = self.state
+        if state.model is None:
+            return None
+        fresh = state.fresh
+        if fresh is None:
+            fresh = self._fresh = FreshStart(state.model, state.weights())
+            self.state = dataclasses.replace(state, fresh=fresh)
+        if state.optimizer is not None:
+            fresh.has_optimizer(state.torch_optimizer)
+            if self._registered is None:
+                self._registered = RegisteredObjects(state.optimizer)
+                self._add_registered()
+        return fresh
+
+    def check_registered(self) -> None:
+        """Check that nothing was registered with accelerate since training began (CheckpointError)."""
+        if self._registered is not None:
+            self._registered.check()
+
+    def _add_registered(self) -> None:
+        if self._registered is None:
+            return
+        state = self.state
+        saved = (state.model, state.optimizer, state.scheduler, state.scaler, *state.states.values())
+        if found := self._registered.states(saved):
+            self.state = dataclasses.replace(state, states={**state.states, **found})
 
     @property
     def has_training(self) -> bool:
@@ -91,15 +130,7 @@ class Tracked:
         if not self.has_training:
             return
         self.state.check()
-        unsaved = self.state.num_unsaved
-        if self._ranks.is_first and unsaved and not any(map(_may_hold_parameters, self.state.states.values())):
-            logger.warning(
-                "the optimizer trains %d parameters that are not in `model`: no checkpoint holds them, and a resumed "
-                "run begins with what the script makes. Give their module in `states`, or one model that has them all",
-                unsaved,
-            )
-
-
-def _may_hold_parameters(state: Any) -> bool:
-    """Return whether an object in `states` may be what holds parameters, without being a module or an optimizer."""
-    return not isinstance(state, torch.nn.Module) and not hasattr(state, "param_groups")
+        if (fresh := self.remember_start()) is not None:
+            fresh.begins(self.state.weights())
+        if self.state.adapter is not None:
+            self.state.adapter.begin(self.state.model)

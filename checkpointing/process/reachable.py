@@ -6,6 +6,7 @@ bounded, since what can be reached may be the whole process.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import sys
@@ -65,7 +66,9 @@ def reachable(
                 continue
             seen.add(id(reached.value))
             kept.append(reached.value)
-            waiting.extend(_parts_of(reached))
+            # An object of the script may raise anything when it is looked at.
+            with contextlib.suppress(Exception):
+                waiting.extend(_parts_of(reached))
         yield reached
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ class Coverage:
         for reached in reachable(self._roots(), self._without()):
             if id(reached.value) in covered:
                 continue
-            digest = _digest(reached)
+            digest = _digest(reached, covered)
             if digest is not None:
                 found[reached.path] = digest
         return found
@@ -86,11 +86,12 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMES_IN_A_MESSAGE]) + (f", and {rest} more" if rest > 0 else "")
 
 
-def _digest(reached: Reached) -> int | None:
+def _digest(reached: Reached, covered: Collection[int]) -> int | None:
     """Return the digest of what an object holds itself; None for what is not compared."""
     value = reached.value
     if isinstance(value, torch.nn.Module):
         tensors = [*value.parameters(recurse=False), *value.buffers(recurse=False)]
+        tensors = [tensor for tensor in tensors if id(tensor) not in covered]
         return _of_tensors(tensors) if tensors else None
     if isinstance(value, GENERATORS):
         return None  # They are saved.
@@ -119,6 +120,8 @@ def _of_tensors(tensors: list[torch.Tensor]) -> int:
     chosen = tensors if len(tensors) <= 2 * half else [*tensors[:half], *tensors[-half:]]
     checksum = len(tensors)
     for tensor in chosen:
+        if torch.nn.parameter.is_lazy(tensor):
+            continue
         own: Any = tensor._local_tensor if sharding.is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
         words = spread_words(own.detach(), _WORDS)
         if words is not None:

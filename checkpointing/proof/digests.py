@@ -142,7 +142,9 @@ class ParameterSamples:
 
     def read(self, parameters: Iterable[Any]) -> list[LateTensor]:
         """Return the words as they are now, one tensor for each device and size of a word."""
-        tensors = [one._local_tensor if sharding.is_dtensor(one) else one for one in parameters]
+        # One that has no shape yet has no memory either.
+        ready = [one for one in parameters if not torch.nn.parameter.is_lazy(one)]
+        tensors = [one._local_tensor if sharding.is_dtensor(one) else one for one in ready]
         places = [(one.data_ptr(), one.numel()) for one in tensors]
         if places != self._places:
             self._places, self._groups = places, _grouped(tensors)

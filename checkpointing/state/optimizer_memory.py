@@ -6,7 +6,7 @@ would continue with the old ones. So the restored values are copied into these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,31 @@ from checkpointing.files import sharding
 
 
 class OptimizerMemory:
-    """The tensors that an optimizer has before a restore.
+    """The tensors and containers that optimizers have before a restore.
 
     Args:
-        optimizer: The optimizer, as torch's are.
+        optimizers: An optimizer, as torch's are, and those that it holds, which may share containers.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._parts = [_Part(one) for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+
+    def put_back(self) -> list[str]:
+        """Copy what was restored into the old tensors and containers, and have the optimizers use these again.
+
+        Returns:
+            The names of tensors that could not be kept.
+        """
+        return sorted({name for part in self._parts for name in part.put_back()})
+
+
+class _Part:
+    """What one optimizer has."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._state = {
+        self._state, self._groups = optimizer.state, optimizer.param_groups
+        self._tensors = {
             parameter: {key: value for key, value in own.items() if torch.is_tensor(value)}
             for parameter, own in optimizer.state.items()
             if isinstance(own, dict)
@@ -32,20 +48,9 @@ class OptimizerMemory:
             {key: value for key, value in group.items() if torch.is_tensor(value)} for group in optimizer.param_groups
         ]
 
-    @classmethod
-    def of(cls, stateful: Any) -> OptimizerMemory | None:
-        """Return the memory of an optimizer, possibly in accelerate's wrapper; None for any other object."""
-        optimizer = getattr(stateful, "optimizer", stateful)
-        return cls(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
-
     def put_back(self) -> list[str]:
-        """Copy what was restored into the old tensors, and have the optimizer use these again.
-
-        Returns:
-            The names of those that could not be kept.
-        """
         replaced = []
-        for parameter, before in self._state.items():
+        for parameter, before in self._tensors.items():
             now = self._optimizer.state.get(parameter, {})
             replaced += [key for key, old in before.items() if not _keep(now, key, old)]
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
@@ -53,7 +58,24 @@ class OptimizerMemory:
                 if not _keep(group, key, old) and torch.is_tensor(group.get(key)):
                     # torch moves the state of parameters only.
                     group[key] = group[key].to(old.device)
-        return sorted(set(replaced))
+        self._keep_containers()
+        return replaced
+
+    def _keep_containers(self) -> None:
+        """Have another optimizer around this one, which shares the containers, see what was restored."""
+        own = vars(self._optimizer)
+        if own.get("state", self._state) is not self._state:
+            restored = dict(own["state"])
+            self._state.clear()
+            self._state.update(restored)
+            own["state"] = self._state
+        if own.get("param_groups", self._groups) is not self._groups:
+            for old, new in zip(self._groups, list(own["param_groups"]), strict=True):
+                if old is not new:
+                    options = dict(new)
+                    old.clear()
+                    old.update(options)
+            own["param_groups"] = self._groups
 
 
 def _keep(holder: dict[str, Any], key: str, old: torch.Tensor) -> bool:

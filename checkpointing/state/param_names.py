@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import sys
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
+from checkpointing.state.held_optimizers import is_of_torch
 from checkpointing.state.optimizer_memory import check_kind, check_shapes
 
 
@@ -56,22 +59,20 @@ def matched_by_name(
     return {**state, "param_groups": matched}
 
 
-def matched_to(optimizer: Any, model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def matched_to(optimizer: Any, model: torch.nn.Module, state: Any) -> Any:
     """Return an optimizer's state dict in the order of `optimizer`, of the whole `model`.
 
-    The names are those that it has for its parameters, or else the model's.
+    The names are those that it has for its parameters, or else the model's. A state dict with a layout of its own is
+    returned as it is.
 
     Raises:
         ValueError: It is of another kind of optimizer, or of other parameters.
     """
+    if not is_of_torch(state):
+        return state
     check_kind(optimizer, state)
     groups = getattr(optimizer, "param_groups", [])
-    named = are_named(groups)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    orders = [
-        list(group["param_names"]) if named else [names.get(id(parameter), "") for parameter in group["params"]]
-        for group in groups
-    ]
+    named, orders = are_named(groups), _orders(optimizer, model)
     frozen = {
         name
         for group, order in zip(groups, orders, strict=True)
@@ -81,6 +82,21 @@ def matched_to(optimizer: Any, model: torch.nn.Module, state: Mapping[str, Any])
     matched = matched_by_name(state, orders, named=named, frozen=frozen)
     check_shapes(optimizer, matched)
     return matched
+
+
+def order_digest(optimizer: Any, model: torch.nn.Module) -> str:
+    """Return a digest of the names of an optimizer's parameters, by group and in order; empty if it has no groups."""
+    orders = _orders(optimizer, model)
+    return hashlib.sha256(json.dumps(orders).encode()).hexdigest() if orders else ""
+
+
+def _orders(optimizer: Any, model: torch.nn.Module) -> list[list[str]]:
+    """Return the names of an optimizer's parameters, by group: those that it has for them, or else the model's."""
+    groups = getattr(optimizer, "param_groups", [])
+    if are_named(groups):
+        return [list(group["param_names"]) for group in groups]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names.get(id(parameter), "") for parameter in group["params"]] for group in groups]
 
 
 def is_wrapped(model: object) -> bool:

@@ -184,6 +184,11 @@ class Samples:
         self._groups = groups
         self._after: list[torch.Tensor] = []
 
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The words as they were handed over, by device and size of a word."""
+        return [group.values for group in self._groups if group.values is not None]
+
     def read_again(self) -> None:
         """Read the state again at the end of the copy, behind what is enqueued on this thread's current streams."""
         self._after = [_now(group) for group in self._groups]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -17,27 +19,41 @@ from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.torch_files import check_readable, torch_bytes
 from checkpointing.format.layout import (
     ADAPTER_NAME,
+    BUFFERS_NAME,
     EXTRA_STATE_NAME,
     MASTER_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
+    ORDER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
     rank_state_name,
 )
 from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings
 from checkpointing.process.trees import freeze, kinds_in, tensors_in
-from checkpointing.state.adapter import BASE_NAME, Adapter
+from checkpointing.state.adapter import BASE_NAME, BASE_STATE, Adapter
 from checkpointing.state.captured_state import CapturedState, versions_of
+from checkpointing.state.fresh_start import FreshStart
+from checkpointing.state.held_optimizers import (
+    announces_steps,
+    check_resumable,
+    held_by,
+    inner_optimizer,
+    is_of_torch,
+)
 from checkpointing.state.kinds import kind_of
 from checkpointing.state.kinds.state_kind import StateKind
 from checkpointing.state.optimizer_memory import OptimizerMemory
+from checkpointing.state.param_names import order_digest
 from checkpointing.state.samples import named_tensors
 from checkpointing.state.tensor_fingerprint import FiniteLook
+from checkpointing.state.trained_elsewhere import TRAINED_STATE, TrainedElsewhere
 from checkpointing.state.weights import is_expanded
 
 logger = logging.getLogger("checkpointing")
 
+# Names of files that are not those of further `states`.
+_RESERVED = {"optimizer", "scheduler", "scaler", "rng_state", BASE_STATE, TRAINED_STATE}
 # Larger buffers are not cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024
 _SMALL_TENSOR_BYTES = 64 * 1024
@@ -61,6 +77,7 @@ class TrainState:
         states: Further objects with `state_dict` and `load_state_dict`, by name.
         adapter: The part of the model that is saved; None saves all of it.
         held_as: How ranks hold model and optimizer, where that is of a kind that stays.
+        fresh: What a fresh start of the script has, once that is known.
     """
 
     model: torch.nn.Module
@@ -70,13 +87,14 @@ class TrainState:
     states: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter | None = None
     held_as: StateKind | None = None
+    fresh: FreshStart | None = None
     _finite_buffers: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
         check_model(self.model)
         check_optimizer(self.torch_optimizer)
         for name in self.states:
-            if not name.isidentifier() or name in ("optimizer", "scheduler", "scaler", "rng_state"):
+            if not name.isidentifier() or name in _RESERVED:
                 raise ValueError(f"states: the name {name!r} is not allowed; use another identifier")
         # Masks hold infinities from the beginning; other buffers are to stay finite.
         buffers = _small_buffers(self.model) if self.model is not None else {}
@@ -89,8 +107,8 @@ class TrainState:
 
     @property
     def torch_optimizer(self) -> Any:
-        """The optimizer inside accelerate's wrapper."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+        """The optimizer inside a wrapper that only passes on, such as accelerate's."""
+        return inner_optimizer(self.optimizer)
 
     @property
     def on_gpu(self) -> bool:
@@ -115,7 +133,7 @@ class TrainState:
         """Whether torch calls the pre-step barrier before the optimizer changes the state."""
         # Asked at each snapshot: only a kind that stays has another optimizer inside, and need not be found again.
         stepping = self.torch_optimizer if self.held_as is None else self.held_as.base_optimizer
-        return isinstance(stepping, torch.optim.Optimizer)
+        return announces_steps(stepping)
 
     def expected_bytes(self, local_world_size: int = sys.maxsize, *, is_spread: bool = False) -> int:
         """Estimate the size of a node's snapshot, as far as it can be known before the first optimizer step.
@@ -148,7 +166,12 @@ class TrainState:
             CheckpointError: Part of the state cannot be read back; the message names it.
         """
         kind = self.kind
+        is_first = readable == set()
+        if is_first and self.held_as is None:
+            # Before anything is taken by reference: the optimizer loads what it has saved.
+            check_resumable(self.torch_optimizer, self.states.values())
         live, objects, small = self._live_state()
+        small |= self._changes(live, kind)
         small |= {name: torch_bytes(value) for name, value in objects.items()}
         parts: sharding.Parts = {}
         is_spread = kind.is_spread(local_world_size) if is_spread is None else is_spread
@@ -160,7 +183,7 @@ class TrainState:
         are_cloned = sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES
         if are_cloned:
             live |= _clones_of(buffers)
-        is_late = kind.is_cut_late and readable != set()
+        is_late = kind.is_cut_late and not is_first
         own_buffers = {name: live[name] for name in buffers if kind.has_own_buffers and are_cloned}
         live = dict(kind.weights(live, local_world_size))
         if kind.is_cut and not is_late:
@@ -170,11 +193,12 @@ class TrainState:
         optimizer = freeze(self.optimizer.state_dict())
         masters = sharding.stand_ins(kind.masters, parts)
         states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
+        states |= self._own_states(states, live.values(), kind)
         held = set(map(id, tensors_in(optimizer)))
         if self.on_gpu:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
-        small |= kind.files(optimizer)
+        small |= self._optimizer_files(optimizer, kind)
         optimizer = kind.optimizer_state(optimizer, local_world_size)
         if kind.is_cut and not is_late:
             optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
@@ -210,6 +234,91 @@ class TrainState:
             uncut=local_world_size if is_late else None,
         )
 
+    def weights(self) -> dict[str, Any]:
+        """Return what is saved of the model by reference, by name; also what modules return as extra state."""
+        if self.adapter is not None:
+            return self.adapter.weights(self.model)
+        return self.model.state_dict(keep_vars=True)
+
+    def _own_states(self, states: Mapping[str, Any], live: Iterable[Any], kind: StateKind) -> dict[str, Any]:
+        """Return what is saved besides what is named in `states`; it may change at any moment, too.
+
+        Args:
+            states: Their state dicts.
+            live: What is saved of the model.
+            kind: How ranks hold it.
+
+        Raises:
+            CheckpointError: It cannot be saved.
+        """
+        base = self.adapter.changed_base(self.model) if self.adapter is not None else {}
+        found = self._trained_elsewhere(states, live, kind)
+        return ({BASE_STATE: base} if base else {}) | {name: freeze(one.state_dict()) for name, one in found.items()}
+
+    def _trained_elsewhere(
+        self, states: Mapping[str, Any], live: Iterable[Any], kind: StateKind
+    ) -> dict[str, TrainedElsewhere]:
+        """Return the parameters that the optimizer trains and that nothing else which is saved holds, as a state."""
+        saved = set(map(id, live))
+        missing = [parameter for parameter in kind.trained if id(parameter) not in saved]
+        if missing:
+            # Few trainings come here, which takes longer.
+            holders = [self.model, *(one for one in self.states.values() if isinstance(one, torch.nn.Module))]
+            saved |= {id(parameter) for holder in holders for parameter in holder.parameters()}
+            whole = [one for one in tensors_in(list(states.values())) if not sharding.is_sharded(one)]
+            places = {tensor.data_ptr() for tensor in whole}
+            missing = [one for one in missing if id(one) not in saved]
+            missing = [one for one in missing if sharding.is_sharded(one) or one.data_ptr() not in places]
+        return {TRAINED_STATE: TrainedElsewhere(missing)} if missing else {}
+
+    def _changes(self, live: Mapping[str, Any], kind: StateKind) -> dict[str, bytes]:
+        """Return what tells a resumed run the buffers that its fresh start lacks, or has in another shape.
+
+        Raises:
+            CheckpointError: The model is one that a resume could not load.
+        """
+        if self.fresh is None:
+            return {}
+        names = self.fresh.changed_buffers(live, may_change=self.adapter is None and not kind.is_cut)
+        return {BUFFERS_NAME: json.dumps({"names": names}).encode()} if names else {}
+
+    def _optimizer_files(self, state: Any, kind: StateKind) -> dict[str, bytes]:
+        """Return small files of the optimizer: where its state dict has a layout of its own, its parameters' order.
+
+        Raises:
+            CheckpointError: A resume could not load it; or what belongs to a parameter cannot be cut as that is.
+        """
+        if is_of_torch(state):
+            if self.fresh is not None and self.held_as is None:
+                self.fresh.check_groups(state["param_groups"])
+            return kind.files(state)
+        name = type(self.torch_optimizer).__name__
+        if kind.is_cut:
+            raise CheckpointError(
+                f"{name} is not supported where parameters are sharded: its state_dict has a layout of its own, which "
+                "cannot be cut. Use an optimizer whose state_dict is as those of torch.optim, or DDP"
+            )
+        digest = order_digest(self.torch_optimizer, self.model)
+        return {ORDER_NAME: json.dumps({"optimizer": name, "parameters": digest}).encode()} if digest else {}
+
+    def _own_optimizer_state(
+        self, state: Any, kind: StateKind, point: LoadedCheckpoint, place: Callable[[Any], Any]
+    ) -> Any:
+        """Return what this rank's optimizer loads of the state in a checkpoint; `place` is that of `restore_model`.
+
+        Raises:
+            ValueError: It is of another kind of optimizer, or of other parameters.
+        """
+        state = kind.own_state(state)
+        if is_of_torch(state):
+            return place(point.cut_optimizer_state(state, self.torch_optimizer))
+        if point.has(ORDER_NAME):
+            now = order_digest(self.torch_optimizer, self.model)
+            if point.json(ORDER_NAME).get("parameters") != now:
+                raise ValueError("the optimizer has other parameters now, or has them in another order")
+        # Where it keeps what it is given, is not known.
+        return state if point.private else copy.deepcopy(state)
+
     def _live_state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
         """Return the model's tensors by name, small objects by file, and ready-made files."""
         objects: dict[str, Any] = {}
@@ -220,9 +329,7 @@ class TrainState:
         small: dict[str, bytes] = {}
         if self.adapter is not None:
             small[BASE_NAME] = self.adapter.identify(self.model)
-            live: dict[str, Any] = self.adapter.weights(self.model)
-        else:
-            live = self.model.state_dict(keep_vars=True)
+        live = self.weights()
         # A module's `get_extra_state` may return anything.
         extra = {name: freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
         if extra:
@@ -236,20 +343,16 @@ class TrainState:
         Raises:
             CheckpointError: Something in `states` is sharded.
         """
-        for name, stateful in self.states.items():
+        states = {name: stateful.state_dict() for name, stateful in self.states.items()}
+        states |= {name: one.state_dict() for name, one in self._trained_elsewhere(states, (), self.kind).items()}
+        for name, state in states.items():
             # A state dict does not show what ZeRO-3 has partitioned.
+            stateful = self.states.get(name)
             parameters = stateful.parameters() if isinstance(stateful, torch.nn.Module) else ()
-            if any(map(sharding.is_sharded, [*tensors_in(stateful.state_dict()), *parameters])):
+            if any(map(sharding.is_sharded, [*tensors_in(state), *parameters])):
                 raise CheckpointError(
                     f"states: {name!r} holds sharded tensors, which is not supported yet: only of model and optimizer"
                 )
-
-    @property
-    def num_unsaved(self) -> int:
-        """Number of parameters that the optimizer trains and that are in nothing that is saved, as far as is known."""
-        holders = [self.model, *(one for one in self.states.values() if isinstance(one, torch.nn.Module))]
-        saved = {id(parameter) for holder in holders for parameter in holder.parameters()}
-        return sum(id(parameter) not in saved for parameter in self.kind.trained)
 
     def restore_model(self, point: LoadedCheckpoint, place: Callable[[Any], Any] = lambda state: state) -> None:
         """Load the weights, each from the most precise file that the checkpoint has of it.
@@ -318,7 +421,9 @@ class TrainState:
         """
         own = rank_state_name(rank) if point.has(rank_state_name(rank)) else rank_state_name(0)
         ranks: dict[str, Any] = point.own_object(own) if point.has(own) else {}
-        for name, stateful in self.states.items():
+        states = {name: stateful.state_dict() for name, stateful in self.states.items()}
+        elsewhere = self._trained_elsewhere(states, (), self.kind)
+        for name, stateful in {**self.states, **elsewhere}.items():
             if name not in names:
                 continue
             if point.has(f"{name}.pt"):
@@ -352,18 +457,21 @@ class TrainState:
             CheckpointError: A file cannot be parsed, or is of another optimizer.
         """
         kind = self.kind
-        before = tensors_in([list(own.values()) for own in getattr(self.torch_optimizer, "state", {}).values()])
+        optimizers = [self.torch_optimizer, *held_by(self.torch_optimizer)]
+        states = [own for optimizer in optimizers for own in getattr(optimizer, "state", {}).values()]
+        before = tensors_in([list(own.values()) for own in states])
         _load(
             self.optimizer,
             point,
             OPTIMIZER_NAME,
-            lambda state: place(point.cut_optimizer_state(kind.own_state(state), self.torch_optimizer)),
+            lambda state: self._own_optimizer_state(state, kind, point, place),
         )
         own_name = point.own_name if kind.restore_options(point) else str
         _warn_of_frozen(self.model, self.torch_optimizer, point)
         if not point.private:
-            _own_what_stayed_on_the_host(self.torch_optimizer, before)
-        ranks = self.restore_states(point, rank, self.states.keys(), world_size)
+            for optimizer in optimizers:
+                _own_what_stayed_on_the_host(optimizer, before)
+        ranks = self.restore_states(point, rank, {*self.states, TRAINED_STATE}, world_size)
         if point.has(rank_state_name(rank)):
             # The model's own file has rank 0's.
             _fill_buffers(self.model, ranks.get("buffers", {}))
@@ -433,7 +541,8 @@ def _warn_of_missing(point: LoadedCheckpoint, what: str) -> None:
 def _put(
     stateful: Any, point: LoadedCheckpoint, name: str, state: Any, change: Callable[[Any], Any] | None = None
 ) -> None:
-    memory = OptimizerMemory.of(stateful)
+    optimizer = inner_optimizer(stateful)
+    memory = OptimizerMemory([optimizer, *held_by(optimizer)])
     try:
         stateful.load_state_dict(change(state) if change is not None else state)
     except CheckpointError:
@@ -444,7 +553,7 @@ def _put(
             f"{point.label}: {name} does not fit this {type(stateful).__name__}: {type(error).__name__}: {error}. Use "
             "the one that wrote it, or another output_dir."
         ) from error
-    if memory is not None and (replaced := memory.put_back()) and point.rank == 0:
+    if (replaced := memory.put_back()) and point.rank == 0:
         logger.warning(
             "%s: %d tensors of the optimizer (%s) are new ones now, since the checkpoint has others or none: whatever "
             "holds the old ones, such as a CUDA graph that was captured before resume(), must be made again",

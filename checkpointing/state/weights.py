@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.files import sharding
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.format.layout import EXTRA_STATE_NAME, MODEL_NAME, rank_object_name
+from checkpointing.format.layout import BUFFERS_NAME, EXTRA_STATE_NAME, MODEL_NAME, rank_object_name
 
 logger = logging.getLogger("checkpointing")
 
@@ -28,6 +28,8 @@ def load_whole(model: torch.nn.Module, point: LoadedCheckpoint, place: Callable[
         CheckpointError: The checkpoint is of another model.
     """
     whole = point.model_state()
+    if point.has(name := point.own_name(BUFFERS_NAME)):
+        _put_in(model, {buffer: whole[buffer] for buffer in point.json(name).get("names", ()) if buffer in whole})
     # `state_dict` also shards again what an evaluation has left whole.
     live = model.state_dict()
     cut = {name: point.cut(MODEL_NAME, value, live.get(name), in_place=True) for name, value in whole.items()}
@@ -95,6 +97,25 @@ def _extra_state(point: LoadedCheckpoint) -> dict[str, Any]:
         if point.has(name):
             found |= point.own_object(name)
     return found
+
+
+def _put_in(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Make room for buffers that training has made, or changed, by the names that they have in a checkpoint."""
+    modules = dict(model.named_modules())
+    for name, value in buffers.items():
+        prefix, _, own_name = name.rpartition(".")
+        module = modules.get(prefix)
+        if module is None or own_name in module._parameters:
+            # Loading says that the model is another one.
+            continue
+        before = module._buffers.get(own_name)
+        near = [before, *module.parameters(), *module.buffers(), *model.parameters()]
+        device = next((one.device for one in near if one is not None), torch.device("cpu"))
+        made = torch.empty_like(value, device=device)
+        if own_name in module._buffers:
+            module._buffers[own_name] = made
+        else:
+            module.register_buffer(own_name, made)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

@@ -61,6 +61,8 @@ TRANSFORMERS = Seam(
         PrivateAttribute(_TRAINER, "_total_loss_scalar"),
         PrivateAttribute(_TRAINER, "_globalstep_last_logged"),
         PrivateAttribute(_TRAINER, "_train_batch_size"),
+        # Whether `add_adapter` was applied to a model.
+        PrivateAttribute("transformers:PreTrainedModel", "_hf_peft_config_loaded"),
         # Replaced in its module: how batches are skipped, and losses are gathered.
         PrivateAttribute("transformers.trainer", "skip_first_batches"),
         PrivateAttribute("transformers.trainer", "nested_gather"),

@@ -3,37 +3,59 @@
 from __future__ import annotations
 
 import copy
-import functools
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import accelerate
+import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.state.adapter import Adapter, live_tensors
+from checkpointing.state.adapter import Adapter, Tensors, live_tensors
 from checkpointing.state.kinds.zero import is_engine
 
 
 def adapter_of(model: Any) -> Adapter | None:
-    """Return what is saved of a PEFT model; None if the whole model is saved."""
-    if not accelerate.utils.is_peft_model(model):
+    """Return what is saved of a model with an adapter, as PEFT or transformers writes it; None if all is saved."""
+    prefix, holder = _adapted(model)
+    if holder is None:
         return None
     from peft import get_peft_model_state_dict
 
-    if len(model.peft_config) != 1:
-        raise CheckpointError(f"resilient() saves one adapter; this model has {', '.join(model.peft_config)}")
-    # The default, "auto", would query the hub for the vocabulary's original size.
-    select: Any = functools.partial(
-        get_peft_model_state_dict, model, adapter_name=model.active_adapter, save_embedding_layers=False
-    )
-    saved = {id(tensor) for tensor in select(state_dict=live_tensors(model)).values()}
+    if len(holder.peft_config) != 1:
+        raise CheckpointError(f"resilient() saves one adapter; this model has {', '.join(holder.peft_config)}")
+    name, added = _active_in(holder), "" if accelerate.utils.is_peft_model(holder) else "base_model.model."
+
+    def select(state: Tensors) -> dict[str, torch.Tensor]:
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        # The default, "auto", would query the hub for the vocabulary's original size.
+        found = get_peft_model_state_dict(holder, adapter_name=name, save_embedding_layers=False, state_dict=own)
+        return {f"{added}{key}": value for key, value in found.items()}
+
+    saved = {id(tensor) for tensor in select(live_tensors(model)).values()}
     if any(parameter.requires_grad and id(parameter) not in saved for parameter in model.parameters()):
         # Prompts that are computed, or weights unfrozen in addition to the adapter: the whole model is saved.
         return None
     # The base need not be a model of transformers.
-    base = getattr(getattr(model, "config", None), "name_or_path", "") or ""
-    return Adapter(lambda state: select(state_dict=dict(state)), base)
+    return Adapter(select, getattr(getattr(holder, "config", None), "name_or_path", "") or "")
+
+
+def _adapted(model: Any) -> tuple[str, Any]:
+    """Return the PEFT model, or the model of transformers to which `add_adapter` was applied, and its prefix in names.
+
+    The latter may be in another module (sentence-transformers).
+    """
+    if accelerate.utils.is_peft_model(model):
+        return "", model
+    modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    found = [(f"{name}.".lstrip("."), one) for name, one in modules if getattr(one, "_hf_peft_config_loaded", False)]
+    # All is saved of several.
+    return found[0] if len(found) == 1 else ("", None)
+
+
+def _active_in(holder: Any) -> Any:
+    """Return the name of the adapter that is trained; a callback may have added others."""
+    return holder.active_adapter if accelerate.utils.is_peft_model(holder) else holder.active_adapters()[0]
 
 
 def tracked_model(trainer: Any) -> Any:
@@ -84,8 +106,14 @@ def configuration_files(trainer: Any) -> dict[str, bytes]:
 
 
 def _save_adapter_config(model: Any, folder: str) -> None:
-    """Write `adapter_config.json` as `PeftModel.save_pretrained` does."""
-    config = copy.copy(model.peft_config[model.active_adapter])
+    """Write `adapter_config.json` as `save_pretrained` of PEFT or transformers does."""
+    _, holder = _adapted(model)
+    config = holder.peft_config[_active_in(holder)]
+    if not accelerate.utils.is_peft_model(holder):
+        config.save_pretrained(folder)
+        _save_generation_config(holder, folder)
+        return
+    config = copy.copy(config)
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(model.config, "name_or_path", None)
@@ -99,6 +127,10 @@ def _save_model_config(model: Any, folder: str, *, is_fsdp: bool) -> None:
         architecture = type(model).__bases__[1] if is_fsdp else type(model)
         config.architectures = [architecture.__name__]
         config.save_pretrained(folder)
+    _save_generation_config(model, folder)
+
+
+def _save_generation_config(model: Any, folder: str) -> None:
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None:
         generation_config.save_pretrained(folder)

@@ -97,7 +97,8 @@ class Foreign:
         return {"moments": list(self.moments)}
 
     def load_state_dict(self, state: Any) -> None:
-        raise NotImplementedError
+        for moment, saved in zip(self.moments, state["moments"], strict=True):
+            moment.copy_(saved)
 
 
 class SmallTraining:

@@ -165,7 +165,7 @@ class StateKind:
             CheckpointError: The bytes were altered, or cannot be read now.
         """
 
-    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def own_state(self, state: Any) -> Any:
         """Return what this rank's optimizer loads of the state dict in a checkpoint.
 
         Raises:

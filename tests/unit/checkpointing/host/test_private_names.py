@@ -12,11 +12,12 @@ import pytest
 from checkpointing.errors import CheckpointError
 from checkpointing.host.private_names import PrivateAttribute, PrivateMethod, PrivateName, Seam
 from checkpointing.lightning.seam import LIGHTNING, TORCHMETRICS
+from checkpointing.manager.registered_objects import REGISTERED
 from checkpointing.transformers.seam import ACCELERATE, TRANSFORMERS, TRL
 
 ROOT = Path(__file__).resolve().parents[4]
 HERE = "unit.checkpointing.host.test_private_names"
-SEAMS = (TRANSFORMERS, ACCELERATE, TRL, LIGHTNING, TORCHMETRICS)
+SEAMS = (TRANSFORMERS, ACCELERATE, TRL, LIGHTNING, TORCHMETRICS, REGISTERED)
 
 
 class Loop:

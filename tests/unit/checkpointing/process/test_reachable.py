@@ -176,3 +176,17 @@ def test_what_the_script_keeps_is_its_own() -> None:
 def test_modules_of_packages_are_not_the_scripts() -> None:
     assert is_own_module(__name__)
     assert not any(map(is_own_module, ["torch.nn", "numpy", "random", "checkpointing.errors", "not.imported"]))
+
+
+class Shy:
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not before the first step")
+
+
+def test_an_object_that_may_not_be_looked_at_hides_nothing_else() -> None:
+    rng = generator()
+    assert list(found_in([Shy.__new__(Shy), rng]).values()) == [rng]

@@ -15,6 +15,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import pieces
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.files.safetensors_files import safetensors_image
+from checkpointing.files.torch_files import TorchFileLayout
 from checkpointing.process.device import HostDevice
 from checkpointing.state.adapter import BASE_NAME
 from checkpointing.state.train_state import TrainState
@@ -43,9 +44,11 @@ def tracked(base: Any, r: int = 4, **options: Any) -> TrainState:
 
 def saved(source: TrainState) -> LoadedCheckpoint:
     state = source.capture()
-    image = safetensors_image(state.weights_name, state.model)
-    data = b"".join(bytes(piece) for piece in pieces(image, memoryview(bytearray(4096)), HostDevice()))
-    files = {image.name: data, **state.small}
+    images = [safetensors_image(state.weights_name, state.model)]
+    images += [TorchFileLayout(f"{name}.pt").image(value) for name, value in state.states.items()]
+    window = memoryview(bytearray(4096))
+    data = {image.name: b"".join(map(bytes, pieces(image, window, HostDevice()))) for image in images}
+    files = data | state.small
     views = {name: memoryview(bytearray(content)) for name, content in files.items()}
     return LoadedCheckpoint(
         "/runs/checkpoint-20", step=20, world_size=1, samples_consumed=80, files=views, path=None, private=True
@@ -132,3 +135,64 @@ def test_an_adapter_is_found_in_a_compiled_model(tmp_path: Path) -> None:
     training = manager(options(tmp_path), Connection(tmp_path))
     training.track(model=torch.compile(own.model), optimizer=own.optimizer, adapter=own.adapter)
     assert training._tracked.state.capture().model.keys() == own.capture().model.keys()
+
+
+def merged_and_unmerged(state: TrainState) -> None:
+    """As an online trainer does to hand the weights to a generator."""
+    with torch.no_grad():
+        for name, parameter in state.model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1)
+    adapted: Any = state.model
+    adapted.merge_adapter()
+    adapted.unmerge_adapter()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_base_that_merging_has_rounded_is_saved_and_comes_back(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The digest was taken at the first save, after the first merge: no script had such a base."""
+    source, target, third = (tracked(model().to(dtype)) for _ in range(3))
+    own = manager(options(tmp_path), Connection(tmp_path))
+    own.track(model=source.model, optimizer=source.optimizer, adapter=source.adapter)
+    own.begin(0)
+    own.close()
+    assert source.capture().states == {} and not caplog.text
+    merged_and_unmerged(source)
+    target.restore_model(saved(source))
+    assert caplog.text.count("has changed the base of the adapter: it is saved whole") == 1
+    for (name, a), b in zip(source.model.named_parameters(), target.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    # The resumed run goes on to save it, without a sample that differs.
+    merged_and_unmerged(target)
+    third.restore_model(saved(target))
+    for (name, a), b in zip(target.model.named_parameters(), third.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_changed_base_that_is_quantised_is_refused() -> None:
+    source = tracked(model())
+    assert source.adapter is not None
+    layer = "base_model.model.model.layers.0.self_attn.q_proj.base_layer"
+    weight: Any = source.model.get_submodule(layer).weight
+    source.adapter.begin(source.model)
+    weight.data += 1
+    with torch.no_grad():
+        weight.data = weight.data.to(torch.uint8)
+    with pytest.raises(CheckpointError, match=r"which cannot be saved: .*q_proj\.weight is quantised or sharded"):
+        source.capture()
+
+
+def test_an_adapter_that_is_merged_as_it_is_saved_is_refused() -> None:
+    """A resumed run would add it to the base that has it already."""
+    source = tracked(model())
+    assert source.adapter is not None
+    source.adapter.begin(source.model)
+    merged_and_unmerged(source)
+    adapted: Any = source.model
+    adapted.merge_adapter()
+    with pytest.raises(CheckpointError, match=r"is merged into its base.*Unmerge it"):
+        source.capture()
+    adapted.unmerge_adapter()
+    assert source.capture().states

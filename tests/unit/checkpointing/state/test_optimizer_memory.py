@@ -78,4 +78,14 @@ def test_a_further_optimizer_is_restored_in_place() -> None:
 
 
 def test_other_objects_have_no_memory_of_this_kind() -> None:
-    assert OptimizerMemory.of(object()) is None and OptimizerMemory.of(torch.nn.Linear(1, 1)) is None
+    assert OptimizerMemory([object(), torch.nn.Linear(1, 1)]).put_back() == []
+
+
+def test_what_holds_the_groups_or_the_state_sees_what_is_restored() -> None:
+    """A wrapper around the optimizer steps by both."""
+    (_, source), (model, optimizer) = trained(5), trained(2)
+    source.param_groups[0]["lr"] = 0.3
+    state, groups, group = optimizer.state, optimizer.param_groups, optimizer.param_groups[0]
+    TrainState(model, optimizer).restore_optimizer(saved(source), 0)
+    assert optimizer.state is state and optimizer.param_groups is groups and groups[0] is group
+    assert group["lr"] == 0.3 and float(state[model.weight]["step"]) == 5

@@ -9,8 +9,9 @@ from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
-from transformers import GenerationConfig, SmolLM3Config
+from transformers import GenerationConfig, SmolLM3Config, SmolLM3ForCausalLM
 
 from checkpointing.transformers import wrapped_models
 from checkpointing.transformers.wrapped_models import (
@@ -33,6 +34,52 @@ def test_of_a_plain_base_the_adapter_is_saved() -> None:
 
 def test_a_model_without_an_adapter_has_none() -> None:
     assert adapter_of(torch.nn.Linear(2, 2)) is None
+
+
+def injected() -> Any:
+    """A model of transformers to which an adapter was added without a PEFT model around it."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = SmolLM3Config(
+        **sizes, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
+    model: Any = SmolLM3ForCausalLM(config)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+    return model
+
+
+class Around(torch.nn.Module):
+    """As sentence-transformers has a model of transformers."""
+
+    def __init__(self, inner: torch.nn.Module, *, is_trained: bool = False) -> None:
+        super().__init__()
+        self.inner, self.head = inner, torch.nn.Linear(2, 2).requires_grad_(is_trained)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, Around])
+def test_of_an_adapter_that_was_added_what_transformers_writes_is_saved(wrap: Any, tmp_path: Path) -> None:
+    """A checkpoint was the whole model, with names that the library does not read."""
+    inner = injected()
+    model = wrap(inner)
+    inner.save_pretrained(tmp_path / "stock")
+    stock = safetensors.torch.load_file(tmp_path / "stock" / "adapter_model.safetensors")
+    adapter = adapter_of(model)
+    assert adapter is not None
+    own = adapter.weights(model)
+    assert own.keys() == stock.keys() and all(torch.equal(own[name], stock[name]) for name in own)
+    trained = {id(value) for value in model.parameters() if value.requires_grad}
+    assert {id(value) for value in own.values()} == trained
+    subject = SimpleNamespace(
+        model=model, processing_class=None, _adapter=adapter, _manager=SimpleNamespace(scratch=tmp_path)
+    )
+    written = {path.name: path.read_bytes() for path in (tmp_path / "stock").iterdir()}
+    assert configuration_files(subject) == {
+        name: data for name, data in written.items() if name != "adapter_model.safetensors"
+    }
+
+
+def test_a_module_that_is_trained_besides_has_all_saved() -> None:
+    assert adapter_of(Around(injected(), is_trained=True)) is None
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------

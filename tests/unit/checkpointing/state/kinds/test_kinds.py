@@ -81,9 +81,3 @@ def test_a_kind_that_stays_is_made_once_for_a_model(monkeypatch: pytest.MonkeyPa
     other = torch.nn.Linear(2, 2)
     tracked.track(other, torch.optim.SGD(other.parameters(), lr=0.1), None, None, {}, None, pipeline=False)
     assert type(tracked.state.kind) is WholeState and len(made) == 1
-
-
-def test_the_parameters_of_an_optimizer_are_counted_as_trained() -> None:
-    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
-    assert TrainState(model, optimizer).num_unsaved == 2
