@@ -25,6 +25,7 @@ from checkpointing.files.sharding import has_sharded
 from checkpointing.host.environment import rank_settings
 from checkpointing.manager.manager import CheckpointManager, micro_batch_divisor
 from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto
+from checkpointing.transformers.callback import remove_jit_checkpoints
 from checkpointing.transformers.exact import AUTO
 from checkpointing.transformers.seam import check_libraries
 from checkpointing.transformers.train_call import ResilientOptions
@@ -142,6 +143,7 @@ def resilient(
             allow_non_finite=allow_non_finite,
         )
 
+    remove_jit_checkpoints(trainer)
     cls = type(trainer)
     trainer.__class__ = type(f"Resilient{cls.__name__}", (ResilientMixin, cls), {})
     trainer._become_resilient(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.process import rng
@@ -40,9 +41,10 @@ class StepCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the end of the epoch: what follows it is not a step."""
-        cursor = self._trainer._session.data.cursor
-        if cursor is not None:
-            cursor.end_epoch()
+        session = self._trainer._session
+        session.epoch_is_over = True
+        if session.data.cursor is not None:
+            session.data.cursor.end_epoch()
         self._trainer._manager.pause()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -54,6 +56,7 @@ class StepCallback(TrainerCallback):
         """Agree with all ranks on what is due."""
         trainer, session = self._trainer, self._trainer._session
         due = session.due = trainer._manager.end_of_step(state.global_step)
+        session.epoch_is_over = False
         if due.committed or due.not_committed:
             trainer._notices.notify(committed=due.committed)
         if due.stop:
@@ -189,6 +192,14 @@ class CommitNotices:
 
     def _await_oldest(self) -> None:
         self._trainer._manager.awaited = self._waiting[0].global_step if self._waiting else None
+
+
+def remove_jit_checkpoints(trainer: Any) -> None:
+    """Remove what `enable_jit_checkpoint` does at SIGTERM: it would save in the middle of a step, and end."""
+    callback = trainer.pop_callback(JITCheckpointCallback)
+    if callback is not None:
+        # It puts the handler back that was there before.
+        callback.on_train_end(trainer.args, trainer.state, trainer.control)
 
 
 def outside_steps(trainer: Any) -> contextlib.AbstractContextManager[None]:

@@ -133,6 +133,8 @@ class TrainCall:
     due: Due = field(default_factory=Due)
     # All ranks have agreed to stop.
     stopping: bool = False
+    # No step has ended since the end of an epoch.
+    epoch_is_over: bool = False
     # The loop has ended.
     is_finalizing: bool = False
     # Digests of what could change without being saved, as training began; None once they were compared.

@@ -276,6 +276,8 @@ class ResilientMixin(ExactMixin, SavingMixin):
         has_scaler = skips_bad_steps(self)
         was_applied = not (has_scaler and self.accelerator.optimizer_step_was_skipped)
         session.guard.judge(step, figures.grad_norm, is_kept=is_kept, has_scaler=has_scaler, was_applied=was_applied)
+        if self._is_ended_by_a_stop():
+            session.stopping = control.should_save = True
         if control.should_evaluate:
             # The position in the data is known, and this step is not saved yet.
             session.evaluation.begin(can_be_repeated=session.data.is_followed and self._manager.wants(step))
@@ -293,3 +295,15 @@ class ResilientMixin(ExactMixin, SavingMixin):
         due, session.due = session.due, Due()
         if due.snapshot:
             self._snapshot(commit=False)
+
+    def _is_ended_by_a_stop(self) -> bool:
+        """Return whether a callback ends training at a step before the last one, as a rank has been asked to stop.
+
+        All ranks agree on it. Once the epoch is over, the position in its data is known no more.
+        """
+        session, manager = self._session, self._manager
+        is_early = self.control.should_training_stop and self.state.global_step < self.state.max_steps
+        if not is_early or session.stopping or session.epoch_is_over:
+            return False
+        # The answer to the first call is that to an earlier question.
+        return manager.agree_to_stop() or manager.agree_to_stop()

@@ -274,6 +274,8 @@ class Attempt:
             script_signalled=self.graceful.script_signalled,
             asked=self.graceful.asked,
             # In a run of several nodes another one may have been asked.
+            total_steps=self._checkpoints.total_steps,
+            stopping=bool(self._stop),
             stop_known=self.spec.run_nodes > 1 or bool(self._stop) or self.graceful.requested,
         )
         return AttemptResult(

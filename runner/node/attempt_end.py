@@ -111,14 +111,17 @@ def failure_of(
     max_failed_saves: int | None = None,
     script_signalled: bool = False,
     asked: Set[int] = frozenset(),
+    stopping: bool = False,
     stop_known: bool = False,
+    total_steps: int | None = None,
 ) -> Failure:
     """Return why an attempt ended on this node; the kind of a good end is not a failure. Pure.
 
     The launcher's result is its last message, or one in its place for a launcher that was lost. The `verdict` is why
     this runner ended the attempt, if it did. `failed_saves` are those of a tier in a row, and why the last one failed.
     With `script_signalled`, a script without checkpoints of ours was sent SIGTERM; ranks in `asked` were asked to stop
-    by something other than the runner; with `stop_known`, the runner was, or another node may have been.
+    by something other than the runner; with `stopping`, the runner was, and with `stop_known`, that or another node may
+    have been. Training ends at `total_steps`, if that is known.
     """
     finished = bool(launcher_result["finished"])
     if storage_failed(failed_saves, max_failed_saves) and not finished:
@@ -130,6 +133,9 @@ def failure_of(
     if script_signalled and finished:
         # The script handled the signal itself, which does not mean that training has finished.
         return Failure(FailureKind.PREEMPTED, "the script has ended in answer to SIGTERM")
+    if finished and (stopping or asked) and (total_steps is None or step < total_steps):
+        # By a handler or a callback of its own; where it is not known that this was its last step, a start finds out.
+        return Failure(FailureKind.PREEMPTED, "the script has ended before its last step, after a stop request")
     if launcher_result.get("launcher_lost"):
         return Failure(FailureKind.LAUNCHER_LOST, "the launcher died")
     failure = classify(

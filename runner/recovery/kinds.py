@@ -71,14 +71,15 @@ class FailureKind(Enum):
 
     FINISHED = _orderly(
         "finished",
-        known_by="all ranks exited with status 0",
+        known_by="all ranks exited with status 0; after a stop request, only once their last step is done",
         response="end the run",
         action=Action.FINISH,
         exit_code=ExitCode.DONE,
     )
     PREEMPTED = _orderly(
         "preempted",
-        known_by="all ranks agreed on a stop request and exited with status 75 after the commit",
+        known_by="all ranks agreed on a stop request and exited with status 75 after the commit; or with 0 before "
+        "their last step, after a stop request",
         response="end the run; the same command continues it",
         action=Action.STOP,
         exit_code=ExitCode.PREEMPTED,

@@ -532,6 +532,39 @@ def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run,
     assert_as_if_nothing_had_happened(run, calm)
 
 
+def test_a_notice_that_the_script_answers_by_ending_stops_all(calm: Run, tmp_path: Path) -> None:
+    trouble = """
+        import signal
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, EVALUATING, crawl=12)).start()
+    wait_for_commit(run, 10)
+    os.kill(run.rank_pid(0), signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    assert kinds(run) == ["preempted"] and run.events("committed")[-1]["step"] < 40
+    assert run.start().finish() == 0, run.output
+    assert_as_if_nothing_had_happened(run, calm)
+
+
+def test_training_that_a_scripts_handler_ends_goes_on_with_the_next_start(tmp_path: Path) -> None:
+    trouble = """
+        import signal
+        def own(number, frame):
+            trainer.control.should_training_stop = True
+        signal.signal(signal.SIGTERM, own)
+    """
+    script = troubled(tmp_path, trouble, crawl=12)
+    run = Run(tmp_path / "run", "--nproc-per-node", "1", script=script).start()
+    wait_for_commit(run, 10)
+    os.kill(run.rank_pid(0), signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    stopped = run.events("committed")[-1]["step"]
+    assert kinds(run) == ["preempted"] and 10 < stopped < 40
+    assert run.start().finish() == 0, run.output
+    assert run.events("training_started")[-1]["step"] == stopped
+    assert run.events("committed")[-1]["step"] == 40
+
+
 @pytest.mark.soak
 def test_a_notice_to_every_process_is_one_notice(calm: Run, tmp_path: Path) -> None:
     """As a scheduler sends it: to all processes of the job, and not to the runner first."""

@@ -150,6 +150,12 @@ def ended(*arguments: Any, **known: Any) -> Callable[[], Failure]:
         (ended(FAILED, [PREEMPTED], step=5), FailureKind.CRASHED, "no stop was requested"),
         # A script that ends with 0 after SIGTERM need not have trained to its end.
         (ended(FINISHED, script_signalled=True), FailureKind.PREEMPTED, "in answer to SIGTERM"),
+        (ended(FINISHED, stopping=True, step=23, total_steps=40), FailureKind.PREEMPTED, "before its last step"),
+        (ended(FINISHED, asked=frozenset({0}), step=23, total_steps=40), FailureKind.PREEMPTED, "after a stop request"),
+        (ended(FINISHED, stopping=True, step=23), FailureKind.PREEMPTED, "before its last step"),
+        (ended(FINISHED, stopping=True, step=40, total_steps=40), FailureKind.FINISHED, "all ranks finished"),
+        # Early stopping, in a run of several nodes.
+        (ended(FINISHED, stop_known=True, step=23, total_steps=40), FailureKind.FINISHED, "all ranks finished"),
         (ended({**FAILED, "launcher_lost": True}, [OWN]), FailureKind.LAUNCHER_LOST, "the launcher died"),
         (ended(FAILED), FailureKind.LAUNCHER_LOST, "without a report"),
         (
