@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,6 +117,9 @@ class ResilientMixin(ExactMixin, SavingMixin):
             # Callbacks may have reset themselves in on_train_begin.
             names = {name for name in self._further_states() if name.startswith(CALLBACK_PREFIX)}
             manager.restoring.restore_states(session.start.point, names)
+        notice = session.start.finished_notice(self.state.max_steps, session.job)
+        if notice is not None and self.args.process_index == 0:
+            print(f"checkpointing: {notice}", file=sys.stderr, flush=True)
         manager.announce_batch(batch_shape(self, session.data.shared_samples))
         manager.begin(step, self.state.max_steps)
         session.figures.loss_since = step

@@ -383,6 +383,17 @@ def test_callbacks_states_are_restored_after_they_have_begun() -> None:
     assert subject._session.figures.loss_since == 20 and subject._session.uncovered is not None
 
 
+@pytest.mark.parametrize(("max_steps", "process_index", "says"), [(20, 0, True), (20, 1, False), (40, 0, False)])
+def test_one_rank_says_that_no_step_is_left(
+    max_steps: int, process_index: int, says: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject = Subject(resumed())
+    subject._session.data.shared_samples = 4  # type: ignore[misc]
+    subject.state.max_steps, subject.args.process_index = max_steps, process_index
+    subject._on_train_begin()
+    assert ("checkpointing: training had finished already, at step" in capsys.readouterr().err) == says
+
+
 @pytest.mark.parametrize(("step", "stopping", "finished"), [(40, False, True), (40, True, False), (30, False, False)])
 def test_training_is_finished_at_its_last_step(step: int, stopping: bool, finished: bool) -> None:
     subject = Subject()
