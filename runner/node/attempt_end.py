@@ -106,6 +106,7 @@ def failure_of(
     start_step: int = 0,
     step: int = 0,
     kernel_oom_kills: int = 0,
+    idle: Set[int] = frozenset(),
     verdict: Failure | None = None,
     failed_saves: tuple[int, str] = (0, ""),
     max_failed_saves: int | None = None,
@@ -117,11 +118,12 @@ def failure_of(
 ) -> Failure:
     """Return why an attempt ended on this node; the kind of a good end is not a failure. Pure.
 
-    The launcher's result is its last message, or one in its place for a launcher that was lost. The `verdict` is why
-    this runner ended the attempt, if it did. `failed_saves` are those of a tier in a row, and why the last one failed.
-    With `script_signalled`, a script without checkpoints of ours was sent SIGTERM; ranks in `asked` were asked to stop
-    by something other than the runner; with `stopping`, the runner was, and with `stop_known`, that or another node may
-    have been. Training ends at `total_steps`, if that is known.
+    The launcher's result is its last message, or one in its place for a launcher that was lost. Ranks in `idle` ran no
+    training step when they ended. The `verdict` is why this runner ended the attempt, if it did. `failed_saves` are
+    those of a tier in a row, and why the last one failed. With `script_signalled`, a script without checkpoints of ours
+    was sent SIGTERM; ranks in `asked` were asked to stop by something other than the runner; with `stopping`, the
+    runner was, and with `stop_known`, that or another node may have been. Training ends at `total_steps`, if that is
+    known.
     """
     finished = bool(launcher_result["finished"])
     if storage_failed(failed_saves, max_failed_saves) and not finished:
@@ -139,7 +141,12 @@ def failure_of(
     if launcher_result.get("launcher_lost"):
         return Failure(FailureKind.LAUNCHER_LOST, "the launcher died")
     failure = classify(
-        list(rank_ends), finished=finished, started_step=start_step, step=step, kernel_oom_kills=kernel_oom_kills
+        list(rank_ends),
+        finished=finished,
+        started_step=start_step,
+        step=step,
+        kernel_oom_kills=kernel_oom_kills,
+        idle=idle,
     )
     if failure.kind is FailureKind.PREEMPTED and not stop_known and not asked:
         cause = "the script exited with status 75, which is reserved for stop requests, but no stop was requested"

@@ -178,6 +178,14 @@ class FailureKind(Enum):
             "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
         ),
     )
+    MEMORY_OUTSIDE_STEPS = Rule(
+        "out of memory outside steps",
+        known_by="as out of memory, but no training step ran: an evaluation, a callback between steps",
+        response="restart as it is, since smaller micro-batches would not help; exit 78 for the second time at the "
+        "same step. Choose a smaller `per_device_eval_batch_size`, or fewer `eval_accumulation_steps`",
+        advice=", in an evaluation, or something else between training steps: the micro-batch is not at fault. Choose "
+        "a smaller per_device_eval_batch_size, fewer eval_accumulation_steps, or prediction_loss_only",
+    )
     BAD_NODE = Rule(
         "bad node",
         known_by="the error's text: ECC errors, a lost GPU, a driver that does not work; memory that changed twice "

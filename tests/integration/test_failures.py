@@ -103,6 +103,20 @@ def test_out_of_memory_with_nothing_left_to_halve(tmp_path: Path) -> None:
     assert kinds(run) == ["out of memory"] and "nothing left to halve" in last_line(run)
 
 
+def test_out_of_memory_in_an_evaluation_leaves_the_micro_batch_alone(tmp_path: Path) -> None:
+    trouble = """
+        def at_step(step, args):
+            assert args.per_device_train_batch_size == 4
+        def at_evaluation(step):
+            if RANK == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, EVALUATING)).start()
+    assert run.finish() == 78, run.output
+    assert set(kinds(run)) == {"out of memory outside steps"} and len(kinds(run)) == 2
+    assert "per_device_eval_batch_size" in last_line(run) and "step 15 twice" in last_line(run)
+
+
 CGROUP = Path("/sys/fs/cgroup/memory")
 
 
