@@ -42,6 +42,8 @@ class GracefulStop:
         self._job, self._grace_s, self._ranks, self._helpers = job, grace_s, ranks, helpers
         self._checkpoints, self._display, self._host, self._heartbeats = checkpoints, display, host, heartbeats
         self._deadline: float | None = None
+        # The agent was asked to commit what it has.
+        self._is_saved = False
         self.signalled: set[int] = set()
         self.script_signalled = self.paused = False
 
@@ -66,8 +68,9 @@ class GracefulStop:
         return self.signalled & set(first) if first else self.signalled
 
     def request(self) -> None:
-        """Have the ranks stop; they get the grace period for it, once."""
+        """Have the ranks stop; they get the grace period for it, once. Called again and again while they do."""
         if self._deadline is not None:
+            self._save_what_there_is(self._deadline)
             return
         commit_s = self._checkpoints.commit_s
         self._deadline = self._host.monotonic() + self._grace_s
@@ -82,6 +85,11 @@ class GracefulStop:
         if self._job.script is not None and all(beat.phase is Phase.STARTING for beat in self._heartbeats()):
             self.script_signalled = True
             self._ranks.kill(signal.SIGTERM)
+
+    def _save_what_there_is(self, deadline: float) -> None:
+        """Have the newest snapshot committed in time, where ranks may not end: in a long evaluation, for example."""
+        if not self._is_saved and self._host.monotonic() > deadline - self._grace_s / 2:
+            self._is_saved = self._helpers.request_agent("commit_newest")
 
     @property
     def is_training(self) -> bool:

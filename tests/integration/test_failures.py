@@ -635,6 +635,27 @@ def test_a_stop_in_an_evaluation_cuts_it_short_and_it_is_done_anew(calm: Run, tm
     assert_as_if_nothing_had_happened(run, calm)
 
 
+def test_an_evaluation_that_outlasts_the_grace_loses_no_snapshot(calm: Run, tmp_path: Path) -> None:
+    trouble = """
+        def at_evaluation(step):
+            if step == 15 and ATTEMPT == 1:
+                open(FOLDER + ".evaluates", "w").close()
+                time.sleep(60)
+    """
+    script = troubled(tmp_path, trouble, EVALUATING)
+    Path(script[0]).write_text(Path(script[0]).read_text().replace("save_steps=10", "save_steps=40"))
+    run = Run(tmp_path / "run", "--grace", "6", script=script).start()
+    wait_until(run, (tmp_path / "hf.evaluates").exists)
+    run.signal(signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    newest, end = run.events("committed")[-1], run.events("attempt_ended")[-1]
+    assert newest["step"] == run.events("snapshot")[-1]["step"] > 0 and newest["time"] < end["time"]
+    assert last_line(run) == "stopped on request; the same command continues from the last checkpoint"
+    assert run.start().finish() == 0, run.output
+    assert run.events("training_started")[-1]["step"] == newest["step"]
+    assert_as_if_nothing_had_happened(run, calm)
+
+
 @pytest.mark.soak
 def test_a_stop_in_a_restore_is_honoured(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *SHORT_JOB, "--set", "restart.hang_timeout_s=600")

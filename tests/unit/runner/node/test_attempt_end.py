@@ -50,11 +50,19 @@ def test_the_flag_is_set_once_and_the_grace_period_begins_with_it() -> None:
     bench = Bench(Phase.TRAINING)
     assert not bench.graceful.requested and not bench.graceful.late
     bench.graceful.request()
-    bench.host.now += 20.0
+    bench.host.now += 10.0
     bench.graceful.request()
     assert bench.requests == ["request_stop"] and not bench.graceful.late
-    bench.host.now += 10.1
+    bench.host.now += 20.1
     assert bench.graceful.late
+
+
+def test_what_there_is_is_committed_once_half_of_the_grace_is_over() -> None:
+    bench = Bench(Phase.IDLE)
+    for seconds, requests in ((0, []), (14, []), (2, ["commit_newest"]), (2, ["commit_newest"])):
+        bench.host.now += seconds
+        bench.graceful.request()
+        assert bench.requests == ["request_stop", *requests]
 
 
 @pytest.mark.parametrize(("phases", "signalled"), [([Phase.STARTING] * 2, True), ([Phase.STARTING, Phase.DONE], False)])
