@@ -66,7 +66,8 @@ def resilient(
     `args.save_total_limit` is the number of checkpoints to keep; the best by `args.metric_for_best_model` is kept in
     addition. Overrides of `_save_checkpoint`, `save_model` and `_save` run at every commit, and the files that they add
     become part of the checkpoint. `on_save` is called once a checkpoint is committed, with the state of its step. A
-    callback with `on_checkpoint_staged(args, state, control)` is called when that commit begins.
+    callback with `on_checkpoint_staged(args, state, control)` is called when that commit begins. `args.push_to_hub`
+    uploads what is committed, in the background.
 
     Args:
         trainer: Changed in place.

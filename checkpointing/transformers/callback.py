@@ -14,6 +14,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.process import rng
+from checkpointing.transformers.hub import HubPushes
 
 # Events between steps; `on_step_end` and those before it are parts of a step.
 _BETWEEN_STEPS = {"on_log", "on_save", "on_evaluate", "on_predict", "on_push_begin"}
@@ -146,11 +147,12 @@ class InterruptibleEvaluation:
 
 
 class CommitNotices:
-    """Holds back the callbacks' `on_save`, called as a commit begins, until all ranks know of its end."""
+    """Holds back the callbacks' `on_save`, called as a commit begins, and uploads until all ranks know of its end."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._handler = trainer, trainer.callback_handler
         self._notify_now = self._handler.on_save
+        self._pushes = HubPushes(trainer)
         self._waiting: list[TrainerState] = []
         self._handler.on_save = self._on_save
 
@@ -178,6 +180,7 @@ class CommitNotices:
             # Which step this is depends on the storage: what a callback draws must not change what training draws.
             generators = rng.state(trainer._manager.world_size)
             trainer.control = self._notify_now(trainer.args, state, trainer.control) or trainer.control
+            self._pushes.push(state)
             rng.set_state(generators)
             trainer.control.should_save |= wanted
 

@@ -249,7 +249,9 @@ def set_up(committed: set[int] | None = None) -> tuple[Any, SavingHandler, Commi
         awaited=None, world_size=1, restoring=SimpleNamespace(is_committed=lambda step: step in (committed or set()))
     )
     trainer = SimpleNamespace(callback_handler=handler, control=TrainerControl(), args=None, _manager=manager)
-    return trainer, handler, CommitNotices(trainer), TrainerState(global_step=10)
+    notices = CommitNotices(trainer)
+    notices._pushes = Mock()
+    return trainer, handler, notices, TrainerState(global_step=10)
 
 
 def save(trainer: Any, state: TrainerState, step: int) -> None:
@@ -286,6 +288,8 @@ def test_at_the_end_storage_is_asked() -> None:
     save(trainer, state, 20)
     notices.notify_all()
     assert handler.saved == [(20, 2)]
+    pushes: Any = notices._pushes
+    assert [call.args[0].global_step for call in pushes.push.call_args_list] == [20]
 
 
 def test_another_training_begins_with_none() -> None:
