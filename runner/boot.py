@@ -79,7 +79,10 @@ class Boot:
         self._directory.lock(_say, lambda: bool(self._stop))
         self._identity = unless_stopped(self._stop, lambda: identify(self._config, self._job.script, self._job.args))
         if self._step == "auto" and preflight.is_done(self._config, self._directory, self._identity):
-            _say("this run is finished; nothing to do (--resume never --overwrite starts a new run)")
+            _say(
+                "this run is finished; nothing to do: the job and its settings are the same, as far as they are known "
+                "before the script runs (--resume never --overwrite starts a new run)"
+            )
             click.echo(render(self._summary(), paths_of(self._config, self._directory)))
             return ExitCode.DONE
         is_away = self._reach_storage()

@@ -237,12 +237,18 @@ class Scheduler:
                 self._publish_step(SnapshotDropped(step=arena.step, reason="a rank ended in mid-copy"))
                 arena.state = ArenaState.FREE
 
-    def commit_newest(self) -> None:
+    def commit_newest(self, *, ranks_go_on: bool = False) -> None:
         """Commit the newest snapshot that ranks have left, whether or not they asked for it.
 
         Those of earlier stages were committed before their stage ended.
+
+        Args:
+            ranks_go_on: The ranks may yet make another one.
         """
         newest = self._pool.newest(self._workers.stage.name)
+        if ranks_go_on and newest is not None and newest.save is not None:
+            # Other nodes, which write a part, may have another one by now.
+            return
         # What all nodes write is tried once: when the attempt ends that made it.
         if newest is not None and not (newest.commit_wanted or newest.is_saved or newest.is_old):
             self._commit(newest)

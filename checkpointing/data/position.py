@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from checkpointing.data.dealing import StepLayout
 from checkpointing.data.generators import with_arrays, without_arrays
@@ -217,6 +217,12 @@ def _index_bytes(index: Any) -> bytes:
     return repr(index).encode()
 
 
+def num_rows(dataset: Any) -> str | None:
+    """Return the number of a data set's rows as text, which is known also where `data_digest` may read none."""
+    known = isinstance(dataset, Sized) and not isinstance(dataset, (IterableDataset, Mapping))
+    return str(len(dataset)) if known else None
+
+
 def data_digest(dataset: Any) -> str | None:
     """Return the number of a data set's rows, and a digest of some of them as they are stored.
 
@@ -228,6 +234,11 @@ def data_digest(dataset: Any) -> str | None:
     if isinstance(dataset, Mapping):
         parts = {name: data_digest(part) for name, part in dataset.items()}
         return None if None in parts.values() else repr(parts)
+    if isinstance(dataset, (Subset, ConcatDataset)):
+        inner = [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets
+        digests = [data_digest(one) for one in inner]
+        chosen = data_digest(list(dataset.indices)) if isinstance(dataset, Subset) else str(len(digests))
+        return None if None in digests else repr([chosen, *digests])
     if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
         dataset = dataset.with_format("arrow")
     elif not isinstance(dataset, (list, tuple, TensorDataset)):

@@ -141,12 +141,16 @@ class HeartbeatWriter:
     def during(self, phase: Phase, step: int | None = None) -> Iterator[None]:
         """Note that something other than training runs, and then again what ran before.
 
-        The time does not count for the step that has begun.
+        The time does not count for the step that has begun. A rank that ends by an exception while no step runs says so
+        to the last; one whose script goes on is training again with its next step.
         """
         before, began, now = self.phase, self._step_began, time.monotonic()
         self.interrupt(phase, step)
         try:
             yield
+        except BaseException:
+            before = Phase.IDLE if phase is Phase.IDLE else before
+            raise
         finally:
             self.write(before, self.step)
             self._step_began = began + time.monotonic() - now if began is not None else None

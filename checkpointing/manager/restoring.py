@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Set
+from pathlib import Path
 
 import torch
 
+from checkpointing.commit.export import export_checkpoint
 from checkpointing.commit.retention import Retention
-from checkpointing.errors import CommitFailed
+from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.heartbeat import Phase
 from checkpointing.manager.data_positions import DataPositions
@@ -150,6 +153,22 @@ class Restoring:
     def folder_of(self, step: int) -> str:
         """Return the path or URL of the durable checkpoint of a step."""
         return f"{self._node.connection.tiers.durable.location}/checkpoint-{step}"
+
+    def export(self, step: int, directory: Path) -> None:
+        """Copy the checkpoint of a step into a new directory, from the nearest place that has it; from any thread.
+
+        Args:
+            step: The step.
+            directory: New directory.
+
+        Raises:
+            CheckpointError: No place has it whole, or the directory cannot be written.
+        """
+        for storage in self._node.connection.tiers.nearest_first:
+            with contextlib.suppress(InvalidCheckpoint, OSError):
+                export_checkpoint(storage, step, directory)
+                return
+        raise CheckpointError(f"{self.folder_of(step)} cannot be read: it was removed, or is not whole")
 
     def is_committed(self, step: int) -> bool:
         """Ask storage whether it has the checkpoint of a step."""

@@ -87,11 +87,14 @@ class StepProtocol:
         self._steps_seen, self._asked_at = 0, time.monotonic()
         self.awaited: int | None = None
         self._answered: int | None = None
+        # What rank 0 says once, and all have agreed on while `agree_to_stop` asked for something else.
+        self._left: set[Flag] = set()
 
     def end_of_step(self, step: int) -> Due:
         """Exchange flags, where that is due, and return what is due now."""
         self._steps_seen += 1
-        agreed = self._flag_sync.exchange(self._ask)
+        agreed = self._flag_sync.exchange(self._ask) | self._left
+        self._left = set()
         snapshot_due, save_due = self._clock.due_by_step(step)
         return Due(
             Flag.STOP in agreed,
@@ -104,7 +107,9 @@ class StepProtocol:
 
     def agree_to_stop(self) -> bool:
         """Return whether any rank had been asked to stop at the previous call; see `CheckpointManager`."""
-        return Flag.STOP in self._flag_sync.exchange(self._ask_to_stop, now=True)
+        agreed = self._flag_sync.exchange(self._ask_to_stop, now=True)
+        self._left |= agreed & {Flag.COMMITTED, Flag.NOT_COMMITTED}
+        return Flag.STOP in agreed
 
     def saved(self, *, commit: bool) -> None:
         """Note that a snapshot was made, to be committed or not."""

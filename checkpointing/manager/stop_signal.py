@@ -1,7 +1,8 @@
 """A rank's handlers for preemption notices: they set a flag, and nothing else.
 
 The flag is read at the next step boundary, where all ranks agree to stop. While there is no reader (during imports, or
-in a script that does not use these checkpoints), a signal has its usual effect.
+in a script that does not use these checkpoints), a signal has its usual effect. A handler that the script sets later
+stands behind ours: both are called.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Under a supervisor, Ctrl-C is a stop request to the supervisor, also where it reaches one rank only.
@@ -20,6 +22,24 @@ _requested = False
 _num_readers = 0
 _report: Callable[[], None] | None = None
 _owner: int | None = None
+# Those that this process handles.
+_numbers: tuple[signal.Signals, ...] = ()
+
+
+class _Chained:
+    """Our handler, in front of one that the script has set since."""
+
+    def __init__(self, theirs: Callable[[int, Any], Any]) -> None:
+        self._theirs = theirs
+
+    def __call__(self, number: int, frame: Any) -> None:
+        is_read = _note()
+        try:
+            self._theirs(number, frame)
+        except SystemExit:
+            # All ranks end at the next step boundary, with the step saved and a status that says so.
+            if not is_read:
+                raise
 
 
 def install(report: Callable[[], None] | None = None) -> None:
@@ -28,16 +48,30 @@ def install(report: Callable[[], None] | None = None) -> None:
     Args:
         report: Called at each signal, so that a supervisor learns of one that was sent to this rank only.
     """
-    global _report, _owner
+    global _report, _owner, _numbers
     if threading.current_thread() is not threading.main_thread():
         return
     _report = report or _report
     if _owner == os.getpid():
+        _stay_in_front()
         return
-    _owner = os.getpid()
-    for number in _SUPERVISED_SIGNALS if report is not None else SIGNALS:
+    _owner, _numbers = os.getpid(), _SUPERVISED_SIGNALS if report is not None else SIGNALS
+    for number in _numbers:
         with contextlib.suppress(OSError):
             signal.signal(number, _on_signal)
+
+
+def _stay_in_front() -> None:
+    """Put our handler in front of those that the script has set since."""
+    if _owner != os.getpid() or threading.current_thread() is not threading.main_thread():
+        return
+    for number in _numbers:
+        handler = signal.getsignal(number)
+        # Python's own for Ctrl-C is no script's, and what ignores a signal is no handler.
+        if not callable(handler) or handler in (_on_signal, signal.default_int_handler):
+            continue
+        if not isinstance(handler, _Chained):
+            signal.signal(number, _Chained(handler))
 
 
 def begin_reading() -> None:
@@ -60,20 +94,26 @@ def end_reading(*, stopped: bool = False) -> None:
 
 def requested() -> bool:
     """Return whether a signal was received."""
+    _stay_in_front()
     return _requested
 
 
-def _on_signal(number: int, _: object) -> None:
+def _note() -> bool:
+    """Note a signal to this process; return whether somebody will act on it."""
     global _requested
-    if os.getpid() == _owner:
-        _requested = True
-        if _report is not None:
-            _report()
-        if _num_readers > 0:
-            return
-    elif number != signal.SIGTERM:
-        # A child that was forked with the handler, such as a DataLoader worker: its parent handles the notice.
+    if os.getpid() != _owner:
+        return False
+    _requested = True
+    if _report is not None:
+        _report()
+    return _num_readers > 0
+
+
+def _on_signal(number: int, _: object) -> None:
+    if _note():
         return
-    # There is no reader to act on the flag.
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+    # In a child that was forked with the handler, such as a DataLoader worker, its parent handles the notice.
+    if os.getpid() == _owner or number == signal.SIGTERM:
+        # There is no reader to act on the flag.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

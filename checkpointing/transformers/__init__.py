@@ -25,6 +25,7 @@ from checkpointing.files.sharding import has_sharded
 from checkpointing.host.environment import rank_settings
 from checkpointing.manager.manager import CheckpointManager, micro_batch_divisor
 from checkpointing.snapshot.cadence import DEFAULT_OVERHEAD_CAP, Auto
+from checkpointing.transformers.callback import remove_jit_checkpoints
 from checkpointing.transformers.exact import AUTO
 from checkpointing.transformers.seam import check_libraries
 from checkpointing.transformers.train_call import ResilientOptions
@@ -65,7 +66,8 @@ def resilient(
     `args.save_total_limit` is the number of checkpoints to keep; the best by `args.metric_for_best_model` is kept in
     addition. Overrides of `_save_checkpoint`, `save_model` and `_save` run at every commit, and the files that they add
     become part of the checkpoint. `on_save` is called once a checkpoint is committed, with the state of its step. A
-    callback with `on_checkpoint_staged(args, state, control)` is called when that commit begins.
+    callback with `on_checkpoint_staged(args, state, control)` is called when that commit begins. `args.push_to_hub`
+    uploads what is committed, in the background.
 
     Args:
         trainer: Changed in place.
@@ -142,6 +144,7 @@ def resilient(
             allow_non_finite=allow_non_finite,
         )
 
+    remove_jit_checkpoints(trainer)
     cls = type(trainer)
     trainer.__class__ = type(f"Resilient{cls.__name__}", (ResilientMixin, cls), {"__module__": cls.__module__})
     trainer._become_resilient(

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from checkpointing.host.failpoints import failpoint
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.process import rng
+from checkpointing.transformers.hub import HubPushes
 
 # Events between steps; `on_step_end` and those before it are parts of a step.
 _BETWEEN_STEPS = {"on_log", "on_save", "on_evaluate", "on_predict", "on_push_begin"}
@@ -42,9 +44,10 @@ class StepCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the end of the epoch: what follows it is not a step."""
         failpoint("training.epoch")
-        cursor = self._trainer._session.data.cursor
-        if cursor is not None:
-            cursor.end_epoch()
+        session = self._trainer._session
+        session.epoch_is_over = True
+        if session.data.cursor is not None:
+            session.data.cursor.end_epoch()
         self._trainer._manager.pause()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -57,6 +60,7 @@ class StepCallback(TrainerCallback):
         """Agree with all ranks on what is due."""
         trainer, session = self._trainer, self._trainer._session
         due = session.due = trainer._manager.end_of_step(state.global_step)
+        session.epoch_is_over = False
         if due.committed or due.not_committed:
             trainer._notices.notify(committed=due.committed)
         if due.stop:
@@ -146,11 +150,12 @@ class InterruptibleEvaluation:
 
 
 class CommitNotices:
-    """Holds back the callbacks' `on_save`, called as a commit begins, until all ranks know of its end."""
+    """Holds back the callbacks' `on_save`, called as a commit begins, and uploads until all ranks know of its end."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._handler = trainer, trainer.callback_handler
         self._notify_now = self._handler.on_save
+        self._pushes = HubPushes(trainer)
         self._waiting: list[TrainerState] = []
         self._handler.on_save = self._on_save
 
@@ -178,6 +183,7 @@ class CommitNotices:
             # Which step this is depends on the storage: what a callback draws must not change what training draws.
             generators = rng.state(trainer._manager.world_size)
             trainer.control = self._notify_now(trainer.args, state, trainer.control) or trainer.control
+            self._pushes.push(state)
             rng.set_state(generators)
             trainer.control.should_save |= wanted
 
@@ -192,6 +198,14 @@ class CommitNotices:
 
     def _await_oldest(self) -> None:
         self._trainer._manager.awaited = self._waiting[0].global_step if self._waiting else None
+
+
+def remove_jit_checkpoints(trainer: Any) -> None:
+    """Remove what `enable_jit_checkpoint` does at SIGTERM: it would save in the middle of a step, and end."""
+    callback = trainer.pop_callback(JITCheckpointCallback)
+    if callback is not None:
+        # It puts the handler back that was there before.
+        callback.on_train_end(trainer.args, trainer.state, trainer.control)
 
 
 def outside_steps(trainer: Any) -> contextlib.AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from checkpointing.agent.events import BatchShape
 from checkpointing.data.dealing import StepLayout
-from checkpointing.data.position import data_digest
+from checkpointing.data.position import data_digest, num_rows
 from checkpointing.errors import CheckpointError
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import ALLOW_CHANGES_ENV, rank_settings
@@ -31,7 +31,11 @@ def job_of(trainer_class: type, train_dataset: Any) -> dict[str, str | None]:
     """Return what identifies a job; trainers may drop rows of the script's data when training begins."""
     # The script may have made a class of its own.
     library = next(base for base in trainer_class.__mro__ if base.__module__.startswith(_TRAINER_PACKAGES))
-    return {"trainer": library.__name__, "training data": data_digest(train_dataset)}
+    return {
+        "trainer": library.__name__,
+        "number of training rows": num_rows(train_dataset),
+        "training data": data_digest(train_dataset),
+    }
 
 
 def check_same_job(place: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -82,6 +82,21 @@ class Start:
         """Whether a callback had ended training when the checkpoint to be restored was made."""
         return self.pending is not None and self.record is not None and self.record.ended
 
+    def finished_notice(self, max_steps: int, job: Mapping[str, str | None]) -> str | None:
+        """Return what to say of a training that has no step left, before its first batch; None if it has some."""
+        if self.point is None or not (self.had_ended or self.step >= max_steps):
+            return None
+        by_callback = f", of {max_steps}: a callback had ended it" if self.step < max_steps else ""
+        notice = (
+            f"training had finished already, at step {self.step}{by_callback} ({self.point.label}); no step is left"
+        )
+        before = self.record.job if self.record is not None else {}
+        if None in (before.get("training data"), job.get("training data")):
+            notice += (
+                ". Whether it was on the same data is not known, as rows of this kind of data set are not looked at"
+            )
+        return f"{notice}. Other data needs another output_dir"
+
 
 def choose_start(restoring: Restoring, args: Any, asked: str | bool | None, lineage: str = "") -> Start:
     """Agree with all ranks on where to start; called by every rank.
@@ -135,6 +150,8 @@ class TrainCall:
     recorded_step: int = 0
     # All ranks have agreed to stop.
     stopping: bool = False
+    # No step has ended since the end of an epoch.
+    epoch_is_over: bool = False
     # The loop has ended.
     is_finalizing: bool = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,6 +127,9 @@ class ResilientMixin(ExactMixin, SavingMixin):
             # Callbacks may have reset themselves in on_train_begin.
             names = {name for name in self._further_states() if name.startswith(CALLBACK_PREFIX)}
             manager.restoring.restore_states(session.start.point, names)
+        notice = session.start.finished_notice(self.state.max_steps, session.job)
+        if notice is not None and self.args.process_index == 0:
+            print(f"checkpointing: {notice}", file=sys.stderr, flush=True)
         manager.announce_batch(batch_shape(self, session.data.shared_samples))
         manager.script.roots, manager.script.saved = lambda: watched(self), lambda: saved_by_the_loop(self)
         manager.begin(step, self.state.max_steps)
@@ -292,6 +296,8 @@ class ResilientMixin(ExactMixin, SavingMixin):
             # Called again at an epoch's end.
             session.recorded_step = step
             self._manager.record_step(step, {"grad_norm": grad_norm}, session.due)
+        if self._is_ended_by_a_stop():
+            session.stopping = control.should_save = True
         if control.should_evaluate:
             # The position in the data is known, and this step is not saved yet.
             session.evaluation.begin(can_be_repeated=session.data.is_followed and self._manager.wants(step))
@@ -312,3 +318,15 @@ class ResilientMixin(ExactMixin, SavingMixin):
         if ends_rehearsal(step):
             self._snapshot(commit=True)
             self._manager.end_rehearsal(step)
+
+    def _is_ended_by_a_stop(self) -> bool:
+        """Return whether a callback ends training at a step before the last one, as a rank has been asked to stop.
+
+        All ranks agree on it. Once the epoch is over, the position in its data is known no more.
+        """
+        session, manager = self._session, self._manager
+        is_early = self.control.should_training_stop and self.state.global_step < self.state.max_steps
+        if not is_early or session.stopping or session.epoch_is_over:
+            return False
+        # The answer to the first call is that to an earlier question.
+        return manager.agree_to_stop() or manager.agree_to_stop()

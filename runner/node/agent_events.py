@@ -44,6 +44,7 @@ class AgentEvents:
         fenced: Why no attempt of this runner may write any longer; None while it may.
         commit_s: Seconds that the last commit took; None before the first.
         damaged: Why snapshots were found to be damaged in this node's memory, in this session.
+        total_steps: Step at which the training of the running attempt ends; None if it is not known.
         slow: Which ranks of the running attempt compute more slowly than the others; None if none was found yet.
     """
 
@@ -53,6 +54,7 @@ class AgentEvents:
         self.batch: BatchShape | None = None
         self.fenced: str | None = None
         self.commit_s: float | None = None
+        self.total_steps: int | None = None
         self.slow: SlowRanks | None = None
         self.damaged: list[str] = []
         # By tier: saves that failed since the last successful one, and why the newest did.
@@ -68,7 +70,7 @@ class AgentEvents:
     def begin_attempt(self, number: int) -> None:
         """Forget what the attempt before this one reported."""
         # The next one may end before it reports.
-        self.batch = self.slow = None
+        self.batch = self.slow = self.total_steps = None
         # Only a leader that was outpaced begins another attempt then.
         self.fenced = None
         self._recorded_step, self._recorded_at = 0, 0.0
@@ -155,7 +157,7 @@ class AgentEvents:
             case Resumed():
                 self._show_resumption(event)
             case TrainingStarted(total_steps=total_steps):
-                state.total_steps = total_steps
+                state.total_steps = self.total_steps = total_steps
             case Log():
                 state.loss = event.loss
                 state.tokens_per_s = event.metric("tokens_per_s") or state.tokens_per_s

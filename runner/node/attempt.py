@@ -268,12 +268,15 @@ class Attempt:
             start_step=start_step,
             step=step,
             kernel_oom_kills=self._host.oom_kills() - self._oom_kills_before,
+            idle={rank for rank, local in self.ranks.local_ranks.items() if _is_idle(beats, local)},
             verdict=self._verdict,
             failed_saves=self._checkpoints.failed_saves,
             max_failed_saves=self._config.checkpoint.max_failed_saves,
             script_signalled=self.graceful.script_signalled,
             asked=self.graceful.asked,
             # In a run of several nodes another one may have been asked.
+            total_steps=self._checkpoints.total_steps,
+            stopping=bool(self._stop),
             stop_known=self.spec.run_nodes > 1 or bool(self._stop) or self.graceful.requested,
         )
         return AttemptResult(
@@ -285,6 +288,10 @@ class Attempt:
             self.ranks.log(failure.rank),
             any(beat.phase is not Phase.STARTING for beat in beats),
         )
+
+
+def _is_idle(beats: list[Heartbeat], local_rank: int) -> bool:
+    return local_rank < len(beats) and beats[local_rank].phase is Phase.IDLE
 
 
 def _converted(machine_time: float, on_journal_clock: Callable[[float], float]) -> float:

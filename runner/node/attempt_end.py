@@ -42,6 +42,8 @@ class GracefulStop:
         self._job, self._grace_s, self._ranks, self._helpers = job, grace_s, ranks, helpers
         self._checkpoints, self._display, self._host, self._heartbeats = checkpoints, display, host, heartbeats
         self._deadline: float | None = None
+        # The agent was asked to commit what it has.
+        self._is_saved = False
         self.signalled: set[int] = set()
         self.script_signalled = self.paused = False
 
@@ -66,8 +68,9 @@ class GracefulStop:
         return self.signalled & set(first) if first else self.signalled
 
     def request(self) -> None:
-        """Have the ranks stop; they get the grace period for it, once."""
+        """Have the ranks stop; they get the grace period for it, once. Called again and again while they do."""
         if self._deadline is not None:
+            self._save_what_there_is(self._deadline)
             return
         commit_s = self._checkpoints.commit_s
         self._deadline = self._host.monotonic() + self._grace_s
@@ -82,6 +85,11 @@ class GracefulStop:
         if self._job.script is not None and all(beat.phase is Phase.STARTING for beat in self._heartbeats()):
             self.script_signalled = True
             self._ranks.kill(signal.SIGTERM)
+
+    def _save_what_there_is(self, deadline: float) -> None:
+        """Have the newest snapshot committed in time, where ranks may not end: in a long evaluation, for example."""
+        if not self._is_saved and self._host.monotonic() > deadline - self._grace_s / 2:
+            self._is_saved = self._helpers.request_agent("commit_newest")
 
     @property
     def is_training(self) -> bool:
@@ -106,19 +114,24 @@ def failure_of(
     start_step: int = 0,
     step: int = 0,
     kernel_oom_kills: int = 0,
+    idle: Set[int] = frozenset(),
     verdict: Failure | None = None,
     failed_saves: tuple[int, str] = (0, ""),
     max_failed_saves: int | None = None,
     script_signalled: bool = False,
     asked: Set[int] = frozenset(),
+    stopping: bool = False,
     stop_known: bool = False,
+    total_steps: int | None = None,
 ) -> Failure:
     """Return why an attempt ended on this node; the kind of a good end is not a failure. Pure.
 
-    The launcher's result is its last message, or one in its place for a launcher that was lost. The `verdict` is why
-    this runner ended the attempt, if it did. `failed_saves` are those of a tier in a row, and why the last one failed.
-    With `script_signalled`, a script without checkpoints of ours was sent SIGTERM; ranks in `asked` were asked to stop
-    by something other than the runner; with `stop_known`, the runner was, or another node may have been.
+    The launcher's result is its last message, or one in its place for a launcher that was lost. Ranks in `idle` ran no
+    training step when they ended. The `verdict` is why this runner ended the attempt, if it did. `failed_saves` are
+    those of a tier in a row, and why the last one failed. With `script_signalled`, a script without checkpoints of ours
+    was sent SIGTERM; ranks in `asked` were asked to stop by something other than the runner; with `stopping`, the
+    runner was, and with `stop_known`, that or another node may have been. Training ends at `total_steps`, if that is
+    known.
     """
     finished = bool(launcher_result["finished"])
     if storage_failed(failed_saves, max_failed_saves) and not finished:
@@ -130,10 +143,18 @@ def failure_of(
     if script_signalled and finished:
         # The script handled the signal itself, which does not mean that training has finished.
         return Failure(FailureKind.PREEMPTED, "the script has ended in answer to SIGTERM")
+    if finished and (stopping or asked) and (total_steps is None or step < total_steps):
+        # By a handler or a callback of its own; where it is not known that this was its last step, a start finds out.
+        return Failure(FailureKind.PREEMPTED, "the script has ended before its last step, after a stop request")
     if launcher_result.get("launcher_lost"):
         return Failure(FailureKind.LAUNCHER_LOST, "the launcher died")
     failure = classify(
-        list(rank_ends), finished=finished, started_step=start_step, step=step, kernel_oom_kills=kernel_oom_kills
+        list(rank_ends),
+        finished=finished,
+        started_step=start_step,
+        step=step,
+        kernel_oom_kills=kernel_oom_kills,
+        idle=idle,
     )
     if failure.kind is FailureKind.PREEMPTED and not stop_known and not asked:
         cause = "the script exited with status 75, which is reserved for stop requests, but no stop was requested"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,13 @@ class RankEnd:
 
 
 def classify(
-    ends: Sequence[RankEnd], *, finished: bool, started_step: int, step: int, kernel_oom_kills: int = 0
+    ends: Sequence[RankEnd],
+    *,
+    finished: bool,
+    started_step: int,
+    step: int,
+    kernel_oom_kills: int = 0,
+    idle: Set[int] = frozenset(),
 ) -> Failure:
     """Find the cause of an attempt's end.
 
@@ -67,6 +73,7 @@ def classify(
         started_step: Step that the attempt started from.
         step: Its last finished step.
         kernel_oom_kills: Processes of this cgroup that the kernel killed meanwhile for lack of memory.
+        idle: Ranks that ran no training step when they ended.
     """
     if finished:
         return Failure(FailureKind.FINISHED, "all ranks finished", step=step)
@@ -77,10 +84,20 @@ def classify(
     if not ends:
         return Failure(FailureKind.LAUNCHER_LOST, "the attempt ended without a report from any rank", step=step)
     failure = _classify_cause(_first_cause(ends), started_step, step, kernel_oom_kills)
+    if failure.kind is FailureKind.OUT_OF_MEMORY and failure.rank in idle:
+        return _outside_steps(failure)
     early = failure.kind is FailureKind.OUT_OF_MEMORY and step <= started_step
     busy = failure.kind is FailureKind.BAD_NODE and bool(_BUSY.search(failure.cause))
     in_fork = bool(_BAD_FORK.search(failure.cause))
     return replace(failure, may_pass=early or busy or in_fork, in_fork=in_fork)
+
+
+def _outside_steps(failure: Failure) -> Failure:
+    """Return the lack of memory of a rank that ran no training step."""
+    kind = FailureKind.MEMORY_OUTSIDE_STEPS
+    # The kernel's victim has no frame, and evaluates the same samples again.
+    signature = f"{kind.value}|{failure.step}"
+    return replace(failure, kind=kind, cause=failure.cause + kind.rule.advice, signature=signature)
 
 
 def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kills: int) -> Failure:

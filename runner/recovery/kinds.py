@@ -71,14 +71,15 @@ class FailureKind(Enum):
 
     FINISHED = _orderly(
         "finished",
-        known_by="all ranks exited with status 0",
+        known_by="all ranks exited with status 0; after a stop request, only once their last step is done",
         response="end the run",
         action=Action.FINISH,
         exit_code=ExitCode.DONE,
     )
     PREEMPTED = _orderly(
         "preempted",
-        known_by="all ranks agreed on a stop request and exited with status 75 after the commit",
+        known_by="all ranks agreed on a stop request and exited with status 75 after the commit; or with 0 before "
+        "their last step, after a stop request",
         response="end the run; the same command continues it",
         action=Action.STOP,
         exit_code=ExitCode.PREEMPTED,
@@ -176,6 +177,14 @@ class FailureKind(Enum):
             "OSError: [Errno 12] Cannot allocate memory",
             "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
         ),
+    )
+    MEMORY_OUTSIDE_STEPS = Rule(
+        "out of memory outside steps",
+        known_by="as out of memory, but no training step ran: an evaluation, a callback between steps",
+        response="restart as it is, since smaller micro-batches would not help; exit 78 for the second time at the "
+        "same step. Choose a smaller `per_device_eval_batch_size`, or fewer `eval_accumulation_steps`",
+        advice=", in an evaluation, or something else between training steps: the micro-batch is not at fault. Choose "
+        "a smaller per_device_eval_batch_size, fewer eval_accumulation_steps, or prediction_loss_only",
     )
     BAD_NODE = Rule(
         "bad node",

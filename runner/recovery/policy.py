@@ -128,9 +128,14 @@ def _end_of_run(last: AttemptRecord, *, stop_requested: bool) -> Stop | None:
     if action is Action.END:
         return _stop(last.failure)
     if action is Action.STOP or stop_requested:
-        after = "continues from the last checkpoint" if last.committed_step >= 0 else "starts from the beginning"
-        return Stop(ExitCode.PREEMPTED, f"stopped on request; the same command {after}")
+        return stopped_on_request(last.committed_step)
     return None
+
+
+def stopped_on_request(committed_step: int) -> Stop:
+    """Return the end of a run that was asked to stop; `committed_step` is its newest checkpoint, -1 for none."""
+    after = "continues from the last checkpoint" if committed_step >= 0 else "starts from the beginning"
+    return Stop(ExitCode.PREEMPTED, f"stopped on request; the same command {after}")
 
 
 def _twice(failure: Failure, batch: BatchDivision, in_a_row: int, skips_left: int) -> Restart | Stop:

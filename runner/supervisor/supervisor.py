@@ -23,7 +23,7 @@ from runner.node.node import Node
 from runner.peers.link import Leader
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import Action, FailureKind
-from runner.recovery.policy import BatchDivision, Restart, Stop, backoff_s, decide, end_of_node
+from runner.recovery.policy import BatchDivision, Restart, Stop, backoff_s, decide, end_of_node, stopped_on_request
 from runner.session.admission import Limits, StepSamples, counts_samples, samples_per_step
 from runner.session.bad_machines import exclude_own_machine
 from runner.session.identity import JobIdentity
@@ -102,6 +102,9 @@ class Supervisor:
                 # A leader that was replaced leaves the others to the new one.
                 self._members.dismiss(None if self._lead.is_lost else decision)
             drained = self._node.close()
+        if decision == stopped_on_request(-1):
+            # The agent may have committed the first snapshot only now.
+            decision = stopped_on_request(self._node.checkpoints.committed_step)
         if decision.exit_code is ExitCode.DONE:
             decision = self._finish(decision, drained=drained)
         decision = end_of_node(decision, self._config.launch.node_rank, self._members.bad_nodes)

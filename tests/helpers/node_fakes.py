@@ -246,6 +246,7 @@ class FakeNode:
         self.notes: list[str] = []
         self.start_errors: list[Exception | None] = []
         self.num_prepared = 0
+        self.commits_at_end: int | None = None
         self.each_turn: Callable[[], None] = lambda: None
 
     def ensure_processes(self) -> None:
@@ -282,6 +283,8 @@ class FakeNode:
 
     def close(self) -> bool:
         self.closed = True
+        if self.commits_at_end is not None:
+            self.commit(self.commits_at_end)
         return self.drained
 
 

@@ -103,6 +103,20 @@ def test_out_of_memory_with_nothing_left_to_halve(tmp_path: Path) -> None:
     assert kinds(run) == ["out of memory"] and "nothing left to halve" in last_line(run)
 
 
+def test_out_of_memory_in_an_evaluation_leaves_the_micro_batch_alone(tmp_path: Path) -> None:
+    trouble = """
+        def at_step(step, args):
+            assert args.per_device_train_batch_size == 4
+        def at_evaluation(step):
+            if RANK == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, EVALUATING)).start()
+    assert run.finish() == 78, run.output
+    assert set(kinds(run)) == {"out of memory outside steps"} and len(kinds(run)) == 2
+    assert "per_device_eval_batch_size" in last_line(run) and "step 15 twice" in last_line(run)
+
+
 CGROUP = Path("/sys/fs/cgroup/memory")
 
 
@@ -532,6 +546,39 @@ def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run,
     assert_as_if_nothing_had_happened(run, calm)
 
 
+def test_a_notice_that_the_script_answers_by_ending_stops_all(calm: Run, tmp_path: Path) -> None:
+    trouble = """
+        import signal
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, EVALUATING, crawl=12)).start()
+    wait_for_commit(run, 10)
+    os.kill(run.rank_pid(0), signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    assert kinds(run) == ["preempted"] and run.events("committed")[-1]["step"] < 40
+    assert run.start().finish() == 0, run.output
+    assert_as_if_nothing_had_happened(run, calm)
+
+
+def test_training_that_a_scripts_handler_ends_goes_on_with_the_next_start(tmp_path: Path) -> None:
+    trouble = """
+        import signal
+        def own(number, frame):
+            trainer.control.should_training_stop = True
+        signal.signal(signal.SIGTERM, own)
+    """
+    script = troubled(tmp_path, trouble, crawl=12)
+    run = Run(tmp_path / "run", "--nproc-per-node", "1", script=script).start()
+    wait_for_commit(run, 10)
+    os.kill(run.rank_pid(0), signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    stopped = run.events("committed")[-1]["step"]
+    assert kinds(run) == ["preempted"] and 10 < stopped < 40
+    assert run.start().finish() == 0, run.output
+    assert run.events("training_started")[-1]["step"] == stopped
+    assert run.events("committed")[-1]["step"] == 40
+
+
 @pytest.mark.soak
 def test_a_notice_to_every_process_is_one_notice(calm: Run, tmp_path: Path) -> None:
     """As a scheduler sends it: to all processes of the job, and not to the runner first."""
@@ -585,6 +632,27 @@ def test_a_stop_in_an_evaluation_cuts_it_short_and_it_is_done_anew(calm: Run, tm
     assert run.events("committed")[-1]["step"] == 15
     assert run.start().finish() == 0, run.output
     assert run.events("training_started")[-1]["step"] == 15
+    assert_as_if_nothing_had_happened(run, calm)
+
+
+def test_an_evaluation_that_outlasts_the_grace_loses_no_snapshot(calm: Run, tmp_path: Path) -> None:
+    trouble = """
+        def at_evaluation(step):
+            if step == 15 and ATTEMPT == 1:
+                open(FOLDER + ".evaluates", "w").close()
+                time.sleep(60)
+    """
+    script = troubled(tmp_path, trouble, EVALUATING)
+    Path(script[0]).write_text(Path(script[0]).read_text().replace("save_steps=10", "save_steps=40"))
+    run = Run(tmp_path / "run", "--grace", "6", script=script).start()
+    wait_until(run, (tmp_path / "hf.evaluates").exists)
+    run.signal(signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    newest, end = run.events("committed")[-1], run.events("attempt_ended")[-1]
+    assert newest["step"] == run.events("snapshot")[-1]["step"] > 0 and newest["time"] < end["time"]
+    assert last_line(run) == "stopped on request; the same command continues from the last checkpoint"
+    assert run.start().finish() == 0, run.output
+    assert run.events("training_started")[-1]["step"] == newest["step"]
     assert_as_if_nothing_had_happened(run, calm)
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from unit.checkpointing.agent.doubles import Store, UnthreadedWorker, save
@@ -275,6 +276,13 @@ def test_the_stop_request_is_of_one_attempt(desk: Desk) -> None:
     assert control.stop_requested
     monitor.say("begin_attempt", attempt=2, fetch=False)
     assert not control.stop_requested
+
+
+def test_a_stop_request_can_be_followed_by_one_to_commit_what_there_is(desk: Desk) -> None:
+    monitor, newest = desk.monitor(), Mock()
+    desk.agent._scheduler.commit_newest = newest  # type: ignore[method-assign]
+    monitor.say("commit_newest")
+    newest.assert_called_once_with(ranks_go_on=True)
 
 
 def test_small_talk(desk: Desk) -> None:

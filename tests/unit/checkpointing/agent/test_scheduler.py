@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 from unit.checkpointing.agent.doubles import Bench
 
@@ -105,6 +108,16 @@ def test_the_end_of_an_attempt_commits_the_newest_snapshot_once(bench: Bench) ->
         assert sum(arena.num_tasks for arena in bench.pool.arenas) <= 3
         bench.settle()
     assert committed(bench) == [2]
+
+
+@pytest.mark.parametrize(("save", "steps"), [(None, [2]), (Mock(), [])])
+def test_while_ranks_go_on_only_what_one_node_writes_is_committed(bench: Bench, save: Any, steps: list[int]) -> None:
+    bench.snapshot(1)
+    bench.snapshot(2).save = save
+    for _ in range(2):
+        bench.scheduler.commit_newest(ranks_go_on=True)
+        bench.settle()
+    assert committed(bench) == steps
 
 
 def test_a_commit_that_failed_is_tried_again_at_the_end_of_the_attempt(bench: Bench) -> None:

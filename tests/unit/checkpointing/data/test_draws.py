@@ -91,7 +91,7 @@ class Loop:
 )
 @pytest.mark.parametrize("make", [shuffled, stream])
 def test_what_is_in_flight_is_drawn_again(make: Any, wrap: Any, ahead: int, per_step: int) -> None:
-    """Each resume skipped as many batches as the script's prefetcher held, without a word."""
+    """Each resume skipped as many batches as the script's prefetcher held, without reporting it."""
     loop = Loop(make, wrap, ahead, per_step)
     used, kept = loop.run()
     for step in range(1, TOTAL):
@@ -102,7 +102,7 @@ def test_what_is_in_flight_is_drawn_again(make: Any, wrap: Any, ahead: int, per_
 
 
 def test_a_loader_that_was_not_drawn_from_since_the_resume_keeps_its_position() -> None:
-    """A second loader that is read every tenth step began anew where a save came before."""
+    """A second loader that is read every tenth step began from its start where a save came before."""
     kept = Loop(shuffled).run(total=3)[1]
     positions = DataPositions(Ranks())
     positions._restored = kept[-1][0]

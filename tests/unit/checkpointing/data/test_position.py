@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from checkpointing.data.dealing import StepLayout
-from checkpointing.data.position import EpochStart, OrderDigest, Position, check_order, data_digest
+from checkpointing.data.position import EpochStart, OrderDigest, Position, check_order, data_digest, num_rows
 from checkpointing.errors import CheckpointError
 from checkpointing.host.environment import ALLOW_CHANGES_ENV
 from checkpointing.process import rng
@@ -130,6 +130,11 @@ class Stream(IterableDataset[Any]):
         return iter(range(17))
 
 
+class Unread(Dataset[Any]):
+    def __len__(self) -> int:
+        return 3
+
+
 def test_the_digest_tells_data_sets_apart() -> None:
     from datasets import Dataset as Rows
 
@@ -146,3 +151,24 @@ def test_the_digest_tells_data_sets_apart() -> None:
     assert data_digest(tensors) != data_digest([{"x": row["x"] + 1} for row in tensors])
     assert data_digest(Stream()) is None
     assert data_digest([]) is None
+
+
+def test_parts_of_data_sets_and_their_sequence_are_told_apart() -> None:
+    rows: Any = list(range(9))
+    others: Any = list(range(1, 10))
+    datasets: list[Any] = [
+        Subset(rows, [1, 2]),
+        Subset(rows, [2, 1]),
+        Subset(others, [1, 2]),
+        ConcatDataset([rows, others]),
+        ConcatDataset([others, rows]),
+    ]
+    digests = [data_digest(dataset) for dataset in datasets]
+    assert None not in digests and len(set(digests)) == len(digests)
+    assert data_digest(Subset(rows, range(1, 3))) == digests[0]
+    # What may not be read in a part may not be read in the whole.
+    assert data_digest(Subset(Unread(), [1])) is None and data_digest(ConcatDataset([rows, Unread()])) is None
+
+
+def test_the_number_of_rows_is_known_where_rows_may_not_be_read() -> None:
+    assert [num_rows(dataset) for dataset in ([1, 2], Unread(), Stream(), {"a": [1]})] == ["2", "3", None, None]

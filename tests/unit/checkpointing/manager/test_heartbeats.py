@@ -97,6 +97,17 @@ def test_a_step_in_which_the_compiler_works_says_so(clock: SimpleNamespace, monk
     assert page.read(0).phase is Phase.SAVING
 
 
+def test_a_failure_while_no_step_runs_leaves_the_phase_until_the_next_step() -> None:
+    page = ControlPage.create(1)
+    beats = HeartbeatWriter(page, 0)
+    beats.end_step(1)
+    with pytest.raises(MemoryError), beats.during(Phase.IDLE):
+        raise MemoryError
+    assert page.read(0).phase is Phase.IDLE
+    beats.end_step(2)
+    assert page.read(0).phase is Phase.TRAINING
+
+
 def test_a_failure_meanwhile_does_not_leave_the_phase(clock: SimpleNamespace) -> None:
     """A script may go on after an error of its own, or of a commit."""
     page = ControlPage.create(1)

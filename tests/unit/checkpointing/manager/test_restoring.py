@@ -108,3 +108,12 @@ def test_foreign_checkpoints_ahead_are_not_overwritten(tmp_path: Path) -> None:
     own.restoring.check_way(20)
     with pytest.raises(CheckpointError, match="checkpoint-20"):
         own.restoring.check_way(10)
+
+
+def test_a_checkpoint_is_exported_from_wherever_it_is(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", 10, network())
+    restoring = training(tmp_path / "run").restoring
+    restoring.export(10, tmp_path / "out")
+    assert {"model.safetensors", "optimizer.pt"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    with pytest.raises(CheckpointError, match="checkpoint-11 cannot be read: it was removed"):
+        restoring.export(11, tmp_path / "other")

@@ -105,3 +105,11 @@ def test_who_awaits_a_commit_is_answered_once(last: int, committed: set[int], an
     rank.last_commit = CommitReport(last)
     rank.committed.update(committed)
     assert [rank.step(number) for number in (3, 4, 5, 6)] == [Due(), answer, Due(), Due()]
+
+
+def test_an_answer_that_comes_in_an_evaluation_is_not_lost() -> None:
+    rank = Rank(Cadence())
+    rank.protocol.awaited, rank.last_commit = 4, CommitReport(4)
+    assert rank.step(5) == Due()
+    assert [rank.protocol.agree_to_stop(), rank.protocol.agree_to_stop()] == [False, False]
+    assert [rank.step(6), rank.step(7)] == [Due(committed=True), Due()]

@@ -43,3 +43,50 @@ def test_a_process_that_is_ending_for_a_signal_takes_no_second_one() -> None:
 def test_a_forked_child_leaves_a_notice_to_its_parent() -> None:
     before = "stop_signal.begin_reading()\nif os.fork(): os._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
     assert run("SIGUSR1", before) == (0, "False 0")
+
+
+OWN = """
+def own(number, frame):
+    print("own", end=" ")
+    {does}
+stop_signal.begin_reading()
+first = signal.signal(signal.{name}, own)
+stop_signal.{look}()
+"""
+
+
+@pytest.mark.parametrize("look", ["requested", "install"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_handler_that_the_script_sets_later_hides_no_signal(name: str, look: str) -> None:
+    assert run(name, OWN.format(name=name, look=look, does="first(number, frame)")) == (0, "own True 2")
+
+
+def test_a_handler_that_exits_leaves_the_end_to_the_next_step_boundary() -> None:
+    before = f"import sys{OWN.format(name='SIGTERM', look='requested', does='sys.exit(0)')}"
+    assert run("SIGTERM", before) == (0, "own True 1")
+    assert run("SIGTERM", f"{before}\nstop_signal.end_reading()") == (0, "own")
+
+
+def test_other_exceptions_of_a_handler_are_the_scripts() -> None:
+    before = OWN.format(name="SIGTERM", look="requested", does="raise RuntimeError")
+    assert run("SIGTERM", before) == (1, "own")
+
+
+@pytest.mark.parametrize(
+    ("handler", "status", "name"),
+    [("signal.SIG_DFL", -signal.SIGTERM, "SIGTERM"), ("signal.default_int_handler", -signal.SIGINT, "SIGINT")],
+)
+def test_what_undoes_handlers_is_left_alone(handler: str, status: int, name: str) -> None:
+    before = f"stop_signal.begin_reading(); signal.signal(signal.{name}, {handler}); stop_signal.requested()"
+    assert run(name, before) == (status, "")
+
+
+def test_a_handler_that_is_taken_back_is_called_no_more() -> None:
+    before = OWN.format(name="SIGTERM", look="requested", does="") + "\nsignal.signal(signal.SIGTERM, first)"
+    assert run("SIGTERM", before) == (0, "True 1")
+
+
+def test_a_forked_child_keeps_the_scripts_handler() -> None:
+    before = OWN.format(name="SIGTERM", look="requested", does="os._exit(7)")
+    before += "\nif child := os.fork(): os._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
+    assert run("SIGTERM", before)[0] == 7

@@ -22,10 +22,10 @@ class Job(SmallTraining):
         self.device = LateDevice()
         super().__init__(overlap=overlap, foreign=foreign, device=self.device)
 
-    def snapshot(self) -> None:
+    def snapshot(self, *, commit: bool = False) -> None:
         with self.device.hurried():
             self.snapshotter.settle()
-        super().snapshot()
+        super().snapshot(commit=commit)
 
     def close(self) -> None:
         with self.device.hurried():

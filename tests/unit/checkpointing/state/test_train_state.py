@@ -99,7 +99,7 @@ def of_three_ranks(rank: int = 0) -> LoadedCheckpoint:
 
 
 def test_what_each_rank_has_saved_is_not_given_to_fewer_or_more_ranks() -> None:
-    """Objects of three ranks were resumed on two: the third one's was lost, and nobody was told."""
+    """Objects of three ranks were resumed on two: the third one's was lost, and nothing said so."""
     own = training(states={"mine": Keeper()})
     for world_size in (2, 4, 1):
         with pytest.raises(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.callback import (
@@ -21,6 +24,7 @@ from checkpointing.transformers.callback import (
     StepCallback,
     Throughput,
     outside_steps,
+    remove_jit_checkpoints,
     watch_callbacks,
 )
 from checkpointing.transformers.train_call import ResilientOptions
@@ -34,7 +38,13 @@ def trainer(due: Due | None = None, *, options: ResilientOptions | None = None, 
         _manager=Mock(end_of_step=lambda step: due),
         _notices=Mock(),
         _session=SimpleNamespace(
-            due=Due(), stopping=False, guard=Mock(), evaluation=Mock(), throughput=Mock(), data=Mock()
+            due=Due(),
+            stopping=False,
+            epoch_is_over=True,
+            guard=Mock(),
+            evaluation=Mock(),
+            throughput=Mock(),
+            data=Mock(),
         ),
         _on_train_begin=Mock(),
         _on_train_end=Mock(),
@@ -61,6 +71,7 @@ def test_what_all_ranks_have_agreed_on_is_done(due: Due, saves: bool, stops: boo
     control = end_step(subject)
     assert (control.should_save, control.should_training_stop) == (saves, stops)
     assert (subject._session.due, subject._session.stopping) == (due, stops)
+    assert not subject._session.epoch_is_over
     subject._notices.notify.assert_not_called()
 
 
@@ -91,7 +102,9 @@ def test_gradients_are_measured_where_the_trainer_does_not_clip() -> None:
 
 def test_the_end_of_an_epoch_is_recorded_and_no_step() -> None:
     subject = trainer()
+    subject._session.epoch_is_over = False
     StepCallback(subject).on_epoch_end(Mock(), Mock(), Mock())
+    assert subject._session.epoch_is_over
     subject._session.data.cursor.end_epoch.assert_called_once()
     subject._manager.pause.assert_called_once()
     subject._session.data.cursor = None
@@ -120,6 +133,25 @@ def test_training_and_steps_begin_and_end() -> None:
     subject._on_train_begin.assert_called_once()
     subject._manager.begin_step.assert_called_once()
     subject._on_train_end.assert_called_once()
+
+
+def test_transformers_own_saves_on_a_signal_are_removed() -> None:
+    def own(number: int, frame: Any) -> None:
+        pass
+
+    subject = trainer()
+    subject.args, subject.state, subject.control = SimpleNamespace(enable_jit_checkpoint=True), Mock(), Mock()
+    handler = CallbackHandler([JITCheckpointCallback()], None, None, None, None)
+    subject.pop_callback = handler.pop_callback
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        handler.callbacks[0].set_trainer(subject)
+        remove_jit_checkpoints(subject)
+        assert signal.getsignal(signal.SIGTERM) is own and handler.callbacks == []
+        # Where it was not asked for, there is nothing to remove.
+        remove_jit_checkpoints(subject)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # -- tokens per second -------------------------------------------------------------------------------------------------
@@ -217,7 +249,9 @@ def set_up(committed: set[int] | None = None) -> tuple[Any, SavingHandler, Commi
         awaited=None, world_size=1, restoring=SimpleNamespace(is_committed=lambda step: step in (committed or set()))
     )
     trainer = SimpleNamespace(callback_handler=handler, control=TrainerControl(), args=None, _manager=manager)
-    return trainer, handler, CommitNotices(trainer), TrainerState(global_step=10)
+    notices = CommitNotices(trainer)
+    notices._pushes = Mock()
+    return trainer, handler, notices, TrainerState(global_step=10)
 
 
 def save(trainer: Any, state: TrainerState, step: int) -> None:
@@ -254,6 +288,8 @@ def test_at_the_end_storage_is_asked() -> None:
     save(trainer, state, 20)
     notices.notify_all()
     assert handler.saved == [(20, 2)]
+    pushes: Any = notices._pushes
+    assert [call.args[0].global_step for call in pushes.push.call_args_list] == [20]
 
 
 def test_another_training_begins_with_none() -> None:

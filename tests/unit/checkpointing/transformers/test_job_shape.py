@@ -10,7 +10,7 @@ import pytest
 from helpers.small_checkpoint import point
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer
 
 from checkpointing.agent.events import BatchShape
@@ -34,12 +34,28 @@ class OwnTrainer(Trainer):
     pass
 
 
+class Unread(Dataset[Any]):
+    """A data set of the script's own, whose rows may not be read to look at them."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError
+
+
 def test_a_job_is_the_librarys_trainer_and_the_data() -> None:
     rows = [{"x": 1}, {"x": 2}]
     job = job_of(OwnTrainer, rows)
     assert job["trainer"] == "Trainer" and job == job_of(Trainer, list(rows))
     assert job != job_of(Trainer, rows[:1])
     assert job_of(Trainer, iter(rows))["training data"] is None
+    # Of what may not be read the number of rows is known.
+    assert job_of(Trainer, Unread(2)) == {"trainer": "Trainer", "number of training rows": "2", "training data": None}
+    assert job_of(Trainer, iter(rows))["number of training rows"] is None
 
 
 def test_another_job_is_refused_by_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,32 @@ def test_the_newest_checkpoint_of_the_run_is_resumed_whatever_the_script_asks_fo
     start.point.close()
 
 
+KNOWN = {"training data": "2:ab"}
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "ended", "job", "said"),
+    [
+        (21, False, KNOWN, None),
+        (20, False, KNOWN, "at step 20 (/runs/checkpoint-20); no step is left. Other data needs another output_dir"),
+        (15, False, KNOWN, "at step 20 (/runs/checkpoint-20); no step is left. Other"),
+        (40, True, KNOWN, "at step 20, of 40: a callback had ended it (/runs/checkpoint-20); no step is left. Other"),
+        (20, False, {"training data": None}, "no step is left. Whether it was on the same data is not known"),
+        (20, False, {}, "Whether it was on the same data is not known"),
+    ],
+)
+def test_a_training_that_had_finished_says_so(
+    max_steps: int, ended: bool, job: dict[str, str | None], said: str | None, tmp_path: Path
+) -> None:
+    start = choose_start(restoring(checkpoint(ended=ended, job=job)), arguments(tmp_path), None)
+    notice = start.finished_notice(max_steps, KNOWN)
+    assert notice is None if said is None else said in (notice or "")
+
+
+def test_a_training_without_checkpoints_has_not_finished() -> None:
+    assert Start().finished_notice(0, KNOWN) is None
+
+
 def test_a_checkpoint_that_the_trainer_could_not_read_is_refused(tmp_path: Path) -> None:
     point = checkpoint()
     point.files["trainer_state.json"] = memoryview(b"{}")

@@ -274,6 +274,35 @@ def test_an_evaluation_can_be_cut_short_where_the_position_is_known() -> None:
     assert not subject.control.should_evaluate and not subject.control.should_save
 
 
+@pytest.mark.parametrize(
+    ("step", "answers", "epoch_is_over", "asked"),
+    [
+        (20, (False, True), False, True),
+        (20, (True,), False, True),
+        (20, (False, False), False, False),
+        # The last step; and the end of an epoch, in which more may be to be trained on.
+        (40, (), False, False),
+        (20, (), True, False),
+    ],
+)
+def test_a_stop_that_a_callback_sees_first_is_a_stop(
+    step: int, answers: tuple[bool, ...], epoch_is_over: bool, asked: bool
+) -> None:
+    subject = Subject()
+    subject.state.global_step, subject._session.epoch_is_over = step, epoch_is_over
+    subject._manager.agree_to_stop.side_effect = answers  # type: ignore[attr-defined]
+    subject.control.should_training_stop = True
+    subject._maybe_log_save_evaluate(None, 1.0)
+    assert subject._session.stopping == subject.control.should_save == asked
+    assert subject._manager.agree_to_stop.call_count == len(answers)  # type: ignore[attr-defined]
+
+
+def test_training_that_goes_on_asks_nobody() -> None:
+    subject = Subject()
+    subject._maybe_log_save_evaluate(None, 1.0)
+    subject._manager.agree_to_stop.assert_not_called()  # type: ignore[attr-defined]
+
+
 # -- the beginning and the end ---------------------------------------------------------------------------------------
 
 
@@ -352,6 +381,17 @@ def test_callbacks_states_are_restored_after_they_have_begun() -> None:
     assert names == {"callback_A"}
     subject._manager.begin.assert_called_once_with(20, 40)  # type: ignore[attr-defined]
     assert subject._session.figures.loss_since == 20
+
+
+@pytest.mark.parametrize(("max_steps", "process_index", "says"), [(20, 0, True), (20, 1, False), (40, 0, False)])
+def test_one_rank_says_that_no_step_is_left(
+    max_steps: int, process_index: int, says: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject = Subject(resumed())
+    subject._session.data.shared_samples = 4  # type: ignore[misc]
+    subject.state.max_steps, subject.args.process_index = max_steps, process_index
+    subject._on_train_begin()
+    assert ("checkpointing: training had finished already, at step" in capsys.readouterr().err) == says
 
 
 @pytest.mark.parametrize(("step", "stopping", "finished"), [(40, False, True), (40, True, False), (30, False, False)])

@@ -126,6 +126,10 @@ def test_logs_set_loss_and_speed_which_stays_if_it_is_not_measured() -> None:
     bench.events.handle(Log(step=2, loss=2.0))
     state = bench.display.state
     assert (state.total_steps, state.loss, state.tokens_per_s) == (200, 2.0, 1000.0)
+    assert bench.events.total_steps == 200
+    # Another attempt may end before it has begun to train.
+    bench.events.begin_attempt(2)
+    assert bench.events.total_steps is None
 
 
 def test_what_another_node_forwards_is_shown_and_changes_no_checkpoint_state() -> None:

@@ -407,3 +407,14 @@ def test_what_a_rank_sent_before_its_death_is_read_first() -> None:
     bench.unread.append(Done(event="rank_done", in_attempt=1, rank=0))
     bench.loop.registered[10](10)
     assert bench.ranks.deaths == [0] and bench.ranks.failures == [] and not bench.loop.registered
+
+
+def test_a_rank_that_ran_out_of_memory_in_an_evaluation_says_so_by_its_phase() -> None:
+    bench = Bench()
+    bench.train(step=15)
+    bench.agent.beats[1] = beat(Phase.IDLE, 15)
+    bench.ranks.errors[1] = ("OutOfMemoryError: CUDA out of memory.", "model.py:7", False)
+    bench.ranks.end(1)
+    bench.turn()
+    bench.attempt.on_launcher({"finished": False, "failures": []})
+    assert bench.result().failure.kind is FailureKind.MEMORY_OUTSIDE_STEPS

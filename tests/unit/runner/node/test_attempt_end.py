@@ -50,11 +50,19 @@ def test_the_flag_is_set_once_and_the_grace_period_begins_with_it() -> None:
     bench = Bench(Phase.TRAINING)
     assert not bench.graceful.requested and not bench.graceful.late
     bench.graceful.request()
-    bench.host.now += 20.0
+    bench.host.now += 10.0
     bench.graceful.request()
     assert bench.requests == ["request_stop"] and not bench.graceful.late
-    bench.host.now += 10.1
+    bench.host.now += 20.1
     assert bench.graceful.late
+
+
+def test_what_there_is_is_committed_once_half_of_the_grace_is_over() -> None:
+    bench = Bench(Phase.IDLE)
+    for seconds, requests in ((0, []), (14, []), (2, ["commit_newest"]), (2, ["commit_newest"])):
+        bench.host.now += seconds
+        bench.graceful.request()
+        assert bench.requests == ["request_stop", *requests]
 
 
 @pytest.mark.parametrize(("phases", "signalled"), [([Phase.STARTING] * 2, True), ([Phase.STARTING, Phase.DONE], False)])
@@ -150,6 +158,12 @@ def ended(*arguments: Any, **known: Any) -> Callable[[], Failure]:
         (ended(FAILED, [PREEMPTED], step=5), FailureKind.CRASHED, "no stop was requested"),
         # A script that ends with 0 after SIGTERM need not have trained to its end.
         (ended(FINISHED, script_signalled=True), FailureKind.PREEMPTED, "in answer to SIGTERM"),
+        (ended(FINISHED, stopping=True, step=23, total_steps=40), FailureKind.PREEMPTED, "before its last step"),
+        (ended(FINISHED, asked=frozenset({0}), step=23, total_steps=40), FailureKind.PREEMPTED, "after a stop request"),
+        (ended(FINISHED, stopping=True, step=23), FailureKind.PREEMPTED, "before its last step"),
+        (ended(FINISHED, stopping=True, step=40, total_steps=40), FailureKind.FINISHED, "all ranks finished"),
+        # Early stopping, in a run of several nodes.
+        (ended(FINISHED, stop_known=True, step=23, total_steps=40), FailureKind.FINISHED, "all ranks finished"),
         (ended({**FAILED, "launcher_lost": True}, [OWN]), FailureKind.LAUNCHER_LOST, "the launcher died"),
         (ended(FAILED), FailureKind.LAUNCHER_LOST, "without a report"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -209,6 +210,20 @@ def test_an_abort_over_a_lost_connection_is_no_cause_where_there_is_one() -> Non
     abort = RankEnd(0, 0, last_words="c10::DistBackendError: NCCL error: remote process exited")
     failure = classify([abort, RankEnd(1, 1, 1, "ValueError: bad row")], finished=False, started_step=0, step=9)
     assert failure.rank == 1 and "bad row" in failure.cause
+
+
+@pytest.mark.parametrize(
+    "end", [RankEnd(1, 0, 1, "OutOfMemoryError: CUDA out of memory.", "model.py:7"), RankEnd(1, 0, -9)]
+)
+def test_memory_that_an_evaluation_lacks_is_not_the_micro_batchs(end: RankEnd) -> None:
+    known: dict[str, Any] = {"finished": False, "started_step": 20, "step": 20, "kernel_oom_kills": 1}
+    idle = classify([end], idle={1}, **known)
+    assert idle.kind is K.MEMORY_OUTSIDE_STEPS and not idle.may_pass
+    assert "per_device_eval_batch_size" in idle.cause and idle.signature.endswith("|20")
+    # Another rank that waits in an evaluation says nothing.
+    assert classify([end], idle={0}, **known).kind is K.OUT_OF_MEMORY
+    other = RankEnd(1, 0, 1, "ValueError: bad row", "f.py:1")
+    assert classify([other], idle={1}, **known).kind is K.CRASHED
 
 
 def test_memory_that_runs_out_in_native_code_is_out_of_memory() -> None:

@@ -152,3 +152,12 @@ def test_only_the_bad_node_ends_as_one() -> None:
     assert end_of_node(end, 0, ()) is end
     spent = Stop(ExitCode.BUDGET_SPENT, "4 failures")
     assert end_of_node(spent, 0, {1}) is spent
+
+
+@pytest.mark.parametrize("can_cut", [True, False])
+def test_memory_that_an_evaluation_lacks_cuts_nothing(can_cut: bool) -> None:
+    short, shape = record(K.MEMORY_OUTSIDE_STEPS, signature="a"), BatchDivision(8, 1)
+    once = decide([short], max_restarts=3, stop_requested=False, batch=shape, can_cut=can_cut)
+    assert isinstance(once, Restart) and once.batch == shape
+    twice = decide([short] * 2, max_restarts=3, stop_requested=False, batch=shape, can_cut=can_cut)
+    assert isinstance(twice, Stop) and twice.exit_code is ExitCode.DETERMINISTIC

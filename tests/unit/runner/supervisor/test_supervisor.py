@@ -96,6 +96,20 @@ def test_a_crash_is_followed_by_the_next_attempt_and_the_second_one_by_a_wait(tm
     assert "step 10: why; restarting" in bench.texts
 
 
+@pytest.mark.parametrize(
+    ("step", "after"), [(2, "continues from the last checkpoint"), (None, "starts from the beginning")]
+)
+def test_the_end_says_what_was_committed_after_the_ranks_had_gone(step: int | None, after: str, tmp_path: Path) -> None:
+    def stopped(node: FakeNode) -> AttemptResult:
+        if step is not None:
+            node.commits_at_end = step
+        return ended(FailureKind.ENDED, 21)
+
+    bench = Bench(tmp_path, stopped)
+    assert bench.run() is ExitCode.PREEMPTED
+    assert bench.supervisor.reason == f"stopped on request; the same command {after}"
+
+
 def test_the_budget_is_spent_without_a_new_checkpoint(tmp_path: Path) -> None:
     bench = Bench(tmp_path, *[ended(FailureKind.CRASHED, step) for step in (10, 11, 12)])
     bench.config.restart.max_restarts = 2
