@@ -21,6 +21,7 @@ FIELDS = (
     *("loss", "gradient_norm", "loss_scale", "learning_rate", "parameters"),
 )
 _WORD = (1 << 64) - 1
+_NUMBERS = {name: number for number, name in enumerate(FIELDS)}
 # Step, history, which fields are known and which have differed, tokens, the fields, checksum.
 _RECORD = struct.Struct(f"<QIII{len(FIELDS)}QI")
 RECORD_BYTES = _RECORD.size
@@ -60,8 +61,11 @@ class StepRecord:
 
     def pack(self, history: int) -> bytes:
         """Return the bytes in a ring."""
-        known = _bits(self.values) | _bits(self.differed) << len(FIELDS)
-        values = (self.values.get(name, 0) & _WORD for name in FIELDS)
+        known, values = _bits(self.differed) << len(FIELDS), [0] * len(FIELDS)
+        for name, value in self.values.items():
+            number = _NUMBERS[name]
+            known |= 1 << number
+            values[number] = value & _WORD
         data = _RECORD.pack(self.step, history, known, min(self.tokens, 0xFFFFFFFF), *values, 0)[:-4]
         return data + zlib.crc32(data).to_bytes(4, "little")
 
@@ -77,7 +81,7 @@ class StepRecord:
 
 
 def _bits(names: Collection[str]) -> int:
-    return sum(1 << number for number, name in enumerate(FIELDS) if name in names)
+    return sum(1 << _NUMBERS[name] for name in names)
 
 
 def _names(bits: int) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
+import operator
 import random
 import struct
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +29,7 @@ _WORDS = 8
 _MOST_TEXT = 4096
 # `mt19937_state` of numpy/random/src/mt19937/mt19937.h: 624 words and the position.
 _MT19937_BYTES = 625 * 4
+_PYTHON_STATE = "<625I"
 _PLAIN = (str, bytes, int, float, bool)
 
 
@@ -68,8 +72,11 @@ class BatchDigest:
         if len(flat) > _NUMBERS:
             # Odd, so that it is no multiple of a row's length.
             flat = flat[:: (len(flat) // _NUMBERS) | 1]
-        # A copy: a loop may reuse the memory of its batches.
-        self._late.append(LateTensor(flat.contiguous() if flat.device.type != "cpu" else flat.clone()))
+        if flat.device.type == "cpu":
+            # At once: a loop may reuse the memory of its batches.
+            self._text.update(_bytes(flat))
+        else:
+            self._late.append(LateTensor(flat.contiguous()))
 
     @property
     def is_known(self) -> bool:
@@ -120,9 +127,35 @@ def generator_digests() -> dict[str, int]:
 
 
 def _python() -> int:
-    _, words, normal = random.getstate()
-    # Hashes of numbers, unlike that of None, are the same in every process.
-    return hash((words, 0.0 if normal is None else normal)) & 0xFFFFFFFF
+    words = _python_words()
+    if words is None:
+        words = struct.pack(_PYTHON_STATE, *random.getstate()[1])
+    return zlib.crc32(words, hash(random._inst.gauss_next or 0.0) & 0xFFFFFFFF)  # type: ignore[attr-defined]
+
+
+def _python_words() -> bytes | None:
+    """Return 624 words and the position of Python's generator where CPython has them; None elsewhere.
+
+    `getstate` makes a number of each, and takes longer than all the rest. In CPython, a `RandomObject` has the position
+    and then the words behind its head (Modules/_randommodule.c); that is verified once.
+    """
+    if not _is_laid_out():
+        return None
+    found = ctypes.string_at(id(random._inst) + object.__basicsize__, _MT19937_BYTES)
+    return found[4:] + found[:4]
+
+
+@functools.cache
+def _is_laid_out() -> bool:
+    generator = random.Random(1)
+    if sys.implementation.name != "cpython" or type(generator).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
+        return False
+    for _ in range(3):
+        generator.random()
+        found = ctypes.string_at(id(generator) + object.__basicsize__, _MT19937_BYTES)
+        if found[4:] + found[:4] != struct.pack(_PYTHON_STATE, *generator.getstate()[1]):
+            return False
+    return True
 
 
 def _numpy() -> int:
@@ -137,15 +170,21 @@ class ParameterSamples:
     """Reads some words of every parameter that an optimizer holds."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[int, int]] = []
+        # Whether none of them is sharded, or has no memory yet: then they need not be asked again.
+        self._is_plain = False
+        self._places: list[int] = []
         self._groups: list[list[torch.Tensor]] = []
 
     def read(self, parameters: Iterable[Any]) -> list[LateTensor]:
         """Return the words as they are now, one tensor for each device and size of a word."""
-        # One that has no shape yet has no memory either.
-        ready = [one for one in parameters if not torch.nn.parameter.is_lazy(one)]
-        tensors = [one._local_tensor if sharding.is_dtensor(one) else one for one in ready]
-        places = [(one.data_ptr(), one.numel()) for one in tensors]
+        tensors = list(parameters)
+        if not self._is_plain or len(tensors) != len(self._places) or any(map(sharding.is_dtensor, tensors[:1])):
+            # Sharded ones may be given other memory; one that has no shape yet has none.
+            ready = [one for one in tensors if not torch.nn.parameter.is_lazy(one)]
+            own = [one._local_tensor if sharding.is_dtensor(one) else one for one in ready]
+            self._is_plain = len(own) == len(tensors) and all(map(operator.is_, own, tensors))
+            tensors = own
+        places = [one.data_ptr() for one in tensors]
         if places != self._places:
             self._places, self._groups = places, _grouped(tensors)
         return [LateTensor(torch.cat(views)) for views in self._groups]

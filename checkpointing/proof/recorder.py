@@ -114,7 +114,8 @@ class StepRecorder:
         with self._lock:
             while self._ended and (wait or len(self._ended) > _MOST_OPEN or self._ended[0].has_arrived):
                 record = self._ended.popleft().record()
-                self._ring.put(replace(record, differed=self._differs(record)))
+                differs = self._differs(record)
+                self._ring.put(replace(record, differed=differs) if differs else record)
 
     def file(self, step: int) -> bytes:
         """Return the record up to a step as a file; waits for the device."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from checkpointing.format.step_record import float_bits
+from checkpointing.proof import digests
 from checkpointing.proof.digests import (
     BatchDigest,
     ParameterSamples,
@@ -99,6 +100,13 @@ def test_a_draw_changes_the_digest_of_its_generator_and_no_other(name: str, draw
     draw()
     after = generator_digests()
     assert {key for key in before if before[key] != after[key]} == {name}
+
+
+@pytest.mark.parametrize("is_laid_out", [True, False])
+def test_pythons_generator_is_the_same_however_it_is_read(is_laid_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generator_digests()["python"]
+    monkeypatch.setattr(digests, "_is_laid_out", lambda: is_laid_out)
+    assert generator_digests()["python"] == expected
 
 
 def test_a_generator_of_another_kind_is_looked_at_too() -> None:
