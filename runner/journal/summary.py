@@ -16,6 +16,7 @@ from checkpointing.agent.events import (
     Log,
     Pruned,
     PruneFailed,
+    Resumed,
     SlowRanks,
     SnapshotSkipped,
     StepsRepeated,
@@ -93,6 +94,7 @@ class RunSummary:
         max_nodes: Nodes that the run may have; 0 for a run of one node, and in old journals.
         leader: Node rank of the node that leads in place of the first one; None if none has had to.
         slow: Which ranks compute more slowly than the others now; None if there are none.
+        resumes: How often training has resumed.
         repetitions: How the steps that were recomputed compare, oldest first.
         node_changes: What each change of the nodes has cost, oldest first.
         committed: Committed steps, in the order of their commits.
@@ -123,6 +125,7 @@ class RunSummary:
     max_nodes: int = 0
     leader: int | None = None
     slow: SlowRanks | None = None
+    resumes: int = 0
     repetitions: list[StepsRepeated] = field(default_factory=list)
     node_changes: list[NodeChange] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
@@ -204,6 +207,8 @@ def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of eve
             run.slow = None
         case SlowRanks() as found:
             run.slow = found if found.ranks else None
+        case Resumed():
+            run.resumes += 1
         case StepsRepeated() as compared:
             run.repetitions.append(compared)
         case LeaderChanged(node=node):
@@ -274,11 +279,14 @@ def describe_slow_ranks(slow: SlowRanks) -> str:
     return f"slow ranks, by the time of their forward passes against the median rank's: {ranks}"
 
 
-def describe_repetitions(repetitions: Sequence[StepsRepeated]) -> str:
-    """Return how what was recomputed compares: the newest difference, or else the newest resume."""
-    worst = next((one for one in reversed(repetitions) if one.differs), repetitions[-1])
-    equal = sum(not one.differs for one in repetitions)
-    return f"{equal} of {len(repetitions)} resumes compared bit for bit; {worst.describe()}"
+def describe_repetitions(run: RunSummary) -> str:
+    """Return how what was recomputed compares: the newest difference, or else the newest resume that was compared."""
+    found = run.repetitions
+    if not found:
+        return f"{run.resumes} resumes, none of which had a step to compare"
+    worst = next((one for one in reversed(found) if one.differs), found[-1])
+    equal = sum(not one.differs for one in found)
+    return f"{equal} of {len(found)} resumes compared bit for bit; {worst.describe()}"
 
 
 def render(run: RunSummary, places: dict[str, str]) -> str:
@@ -306,8 +314,8 @@ def render(run: RunSummary, places: dict[str, str]) -> str:
         lines.append(f"               {run.skipped_snapshots} skipped, {run.failed_commits} failed{why}")
     lines += [f"               quarantined: {kept}" for kept in run.quarantined]
     lines.append(f"  lost work    {run.lost_steps} steps, {run.time_by_cause.get(LOST, 0.0):.1f} s")
-    if run.repetitions:
-        lines.append(f"  repeated     {describe_repetitions(run.repetitions)}")
+    if run.resumes or run.repetitions:
+        lines.append(f"  repeated     {describe_repetitions(run)}")
     wall = run.wall_s
     lines.append(f"  wall time    {wall:.1f} s, goodput {100 * run.goodput:.1f} %")
     for cause, seconds in run.time_by_cause.items():

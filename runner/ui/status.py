@@ -104,9 +104,9 @@ def _add_trouble(facts: Table, run: RunSummary) -> None:
         facts.add_row("nodes", Text(describe_nodes(run), "yellow" if len(run.nodes) < run.max_nodes else ""))
     if run.slow is not None and not run.state.is_over:
         facts.add_row("speed", Text(describe_slow_ranks(run.slow), "yellow"))
-    if run.repetitions:
+    if run.resumes or run.repetitions:
         is_equal = not any(one.differs for one in run.repetitions)
-        facts.add_row("repeated", Text(describe_repetitions(run.repetitions), "" if is_equal else "yellow"))
+        facts.add_row("repeated", Text(describe_repetitions(run), "" if is_equal else "yellow"))
     if run.restarts_left is not None and not run.state.is_over:
         facts.add_row("budget", f"{run.restarts_left} restarts before the next new checkpoint")
 

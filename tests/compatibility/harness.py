@@ -116,6 +116,10 @@ class Ended:
         return {key: by_attempt[key, newest[key]] for key in sorted(newest)}, first
 
 
+# What a resumed run says where its step record differs.
+_REPORTED = re.compile(r"step \d+ differs \(rank \d+\): [^.]*")
+
+
 class ForkServer:
     """Starts the server; `judge` runs cases on it. May be used by several threads."""
 
@@ -229,6 +233,8 @@ class ForkServer:
         log = undisturbed.log + killed.log
         difference = _after_kills(case, undisturbed, killed)
         notes = {"changed by resilient": changed, "after the kill": difference}
+        if difference is None and (alarm := _REPORTED.search(killed.log)) is not None:
+            notes["the step record, wrongly"] = alarm[0]
         note = "; ".join(f"{when}: {what}" for when, what in notes.items() if what)
         return Outcome("differs" if note else "identical", note, log=log)
 

@@ -7,7 +7,7 @@ from helpers.journals import entries
 from rich.console import Console
 
 from runner.journal.ledger import CAUSES
-from runner.journal.summary import RunState, render, summarise
+from runner.journal.summary import RunState, describe_repetitions, render, summarise
 from runner.ui.status import panel
 
 
@@ -87,6 +87,17 @@ def test_slow_ranks_are_those_of_the_running_attempt() -> None:
     assert found is not None and found.ranks == [3]
     for last in (event(106, "slow_ranks", 1, ranks=[], ratios=[], nodes=[]), event(107, "attempt_started", 2)):
         assert summarise(entries([*events, last])).slow is None
+
+
+def test_what_was_recomputed_is_compared_and_the_newest_difference_counts() -> None:
+    resumed = [event(101, "resumed", 1, step=10, source="memory"), event(120, "resumed", 2, step=20, source="local")]
+    assert describe_repetitions(summarise(entries(resumed))) == "2 resumes, none of which had a step to compare"
+    differs = event(102, "steps_repeated", 1, step=10, first=11, last=10, differs=["batch"], rank=1)
+    equal = event(121, "steps_repeated", 2, step=20, first=21, last=23, differs=[])
+    found = describe_repetitions(summarise(entries([*resumed, equal])))
+    assert found.endswith("resumed from step 20; steps 21\u201323 repeated bit for bit")
+    found = describe_repetitions(summarise(entries([*resumed, differs, equal])))
+    assert found.startswith("1 of 2 resumes") and "step 11 differs (rank 1): the batch" in found
 
 
 def test_the_nodes_of_a_run_are_named_with_what_their_changes_cost() -> None:
