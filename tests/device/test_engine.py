@@ -20,10 +20,12 @@ from checkpointing import CheckpointManager
 from checkpointing.errors import NonFinite
 from checkpointing.files.file_images import Extent, FileImage, blob_image, pieces
 from checkpointing.files.torch_files import TorchFileLayout
+from checkpointing.format.step_record import RING_BYTES, StepRecord, StepRing
 from checkpointing.process import device as devices
 from checkpointing.process import rng
 from checkpointing.process.device import Later
 from checkpointing.process.trees import tensors_in
+from checkpointing.proof.recorder import StepRecorder
 from checkpointing.snapshot.direct_commit import DirectCommit
 from checkpointing.snapshot.request import SnapshotRequest
 from checkpointing.state.tensor_fingerprint import SourceSum, fingerprint
@@ -257,3 +259,60 @@ def test_what_holds_a_moment_has_the_restored_one(on: str, tmp_path: Path) -> No
     manager.close()
     assert len(held) == len(now) and all(one is other for one, other in zip(held, now, strict=True))
     assert float(next(value for value in held if value.dim() == 0)) > 1
+
+
+def test_a_step_is_recorded_without_waiting_and_alike_on_every_device(on: str) -> None:
+    """What the device has yet to compute is read when it has arrived."""
+
+    def records(where: str) -> dict[int, StepRecord]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        # As the device has it, and with its values.
+        model.to(where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        ring = StepRing(memoryview(bytearray(RING_BYTES)), 1)
+        recorder = StepRecorder(ring, lambda record: ())
+        for step in range(1, 6):
+            batch = torch.full((2, 8), float(step)).to(where)
+            recorder.batch({"x": batch})
+            recorder.loss(batch.sum())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.5)
+            recorder.end(step, optimizer, figures={"gradient_norm": batch.max()})
+        recorder.settle(wait=True)
+        return ring.records()
+
+    expected, found = records("cpu"), records(on)
+    names = ("batch", "loss", "gradient_norm", "learning_rate", "parameters")
+    for step in expected:
+        assert {name: found[step].values[name] for name in names} == {
+            name: expected[step].values[name] for name in names
+        }
+
+
+def test_generators_of_a_device_that_the_script_holds_are_found_and_put_back(on: str, tmp_path: Path) -> None:
+    """Held by a submodule: a resumed run drew other noise."""
+
+    class Noisy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+            self.layer.noise = torch.Generator(device=on).manual_seed(7)  # type: ignore[assignment]
+
+    def manager(model: Noisy) -> CheckpointManager:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return CheckpointManager(str(tmp_path / "run"), model=model, optimizer=optimizer, save_steps=1)
+
+    first = Noisy().to(on)
+    own = manager(first)
+    own.resume()
+    first.layer.noise.manual_seed(8)  # type: ignore[operator, union-attr]
+    expected = first.layer.noise.get_state()  # type: ignore[operator, union-attr]
+    own.step(1)
+    own.close()
+    again = Noisy().to(on)
+    other = manager(again)
+    assert other.resume() == 1
+    assert torch.equal(again.layer.noise.get_state(), expected)  # type: ignore[operator, union-attr]
+    other.close()
