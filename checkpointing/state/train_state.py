@@ -265,7 +265,12 @@ class TrainState:
             # Few trainings come here, which takes longer.
             holders = [self.model, *(one for one in self.states.values() if isinstance(one, torch.nn.Module))]
             saved |= {id(parameter) for holder in holders for parameter in holder.parameters()}
-            whole = [one for one in tensors_in(list(states.values())) if not sharding.is_sharded(one)]
+            # What has no memory of its own (a sparse tensor, say) is refused elsewhere.
+            whole = [
+                one
+                for one in tensors_in(list(states.values()))
+                if one.layout is torch.strided and not sharding.is_sharded(one)
+            ]
             places = {tensor.data_ptr() for tensor in whole}
             missing = [one for one in missing if id(one) not in saved]
             missing = [one for one in missing if sharding.is_sharded(one) or one.data_ptr() not in places]

@@ -72,3 +72,19 @@ def test_a_checkpoint_without_them_is_said(caplog: pytest.LogCaptureFixture) -> 
     saved = point(TrainState(read.model, torch.optim.SGD(read.model.parameters())).capture())
     read.restore_states(saved, 0, {TRAINED_STATE})
     assert "holds no state 'trained_parameters'" in caplog.text
+
+
+class Sparse:
+    """Holds what has no memory of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": torch.eye(3).to_sparse()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_sparse_state_is_no_place_for_parameters() -> None:
+    """It ended the save with torch's own error, instead of being refused by its name."""
+    written, _ = training(0, sparse=lambda *_: Sparse())
+    assert TRAINED_STATE in written.capture(readable=None).states
