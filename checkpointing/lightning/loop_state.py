@@ -42,6 +42,7 @@ class LightningLoopState:
         self._trainer, self._owner = trainer, owner
         self.step, self.ended = 0, False
         self._logging: list[Any] = []
+        self._called_back: set[str] = set()
         self._accumulation: int = trainer.accumulate_grad_batches
         self._is_loaded = False
 
@@ -127,6 +128,7 @@ class LightningLoopState:
         if trainer.datamodule is not None and state["data"]:
             trainer.datamodule.load_state_dict(state["data"])
         self._logging = state["logging"]
+        self._called_back = set(state["callback_metrics"])
         self._continue_loops()
 
     def continue_logging(self) -> None:
@@ -135,6 +137,9 @@ class LightningLoopState:
         self._trainer.accumulate_grad_batches = self._accumulation
         connector = self._trainer._logger_connector
         connector._first_loop_iter, connector._current_fx = self._logging
+        # Who has read the metrics before the first batch took the restored sums for those of an epoch that is over.
+        for name in connector._callback_metrics.keys() - self._called_back:
+            del connector._callback_metrics[name]
 
     def _continue_loops(self) -> None:
         """Have the loops continue between two batches, where Lightning would expect to have saved after one.

@@ -285,6 +285,8 @@ class DdpBuckets:
     def _await_first_forward(self, module: DistributedDataParallel) -> None:
         """Put back the layout of a module that was made later, whose reducer is not there yet."""
 
+        # The compiler of a wrapped module traces its hooks, and cannot trace this one.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: DistributedDataParallel, *_: Any) -> None:
             hook.remove()
             if module in self._modules():

@@ -94,7 +94,10 @@ def test_what_a_run_knows_is_restored() -> None:
     assert after.callbacks[0].number == 9
     assert (after.accumulate_grad_batches, after.should_stop) == (4, True)
     assert after._logger_connector._callback_metrics == {"loss": torch.tensor(0.25)}
+    # As a progress bar that reads the metrics before the first batch has it.
+    after._logger_connector._callback_metrics["loss_epoch"] = torch.tensor(0.5)
     restored.continue_logging()
+    assert after._logger_connector._callback_metrics == {"loss": torch.tensor(0.25)}
     assert after._logger_connector._first_loop_iter is False
     assert after._logger_connector._current_fx == "training_step"
 
