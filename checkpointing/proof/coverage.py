@@ -6,6 +6,7 @@ script's frames is looked at when training begins, and again at its saves.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 import zlib
@@ -141,9 +142,22 @@ def _variables(frame: types.FrameType | None) -> Iterator[tuple[str, object]]:
     seen = set[str]()
     while frame is not None:
         if is_own_module(frame.f_globals.get("__name__", "")):
-            for name, value in list(frame.f_locals.items()):
+            for name, value in _locals_of(frame):
                 is_code = isinstance(value, (type, types.ModuleType, types.FrameType, types.GeneratorType))
                 if not isinstance(value, SIMPLE) and not is_code and not name.startswith("__") and name not in seen:
                     seen.add(name)
                     yield name, value
         frame = frame.f_back
+
+
+def _locals_of(frame: types.FrameType) -> list[tuple[str, object]]:
+    """Return a frame's variables, without keeping them alive.
+
+    Before Python 3.13 (PEP 667) a function's frame keeps the dict that it was asked for: the logits of a step would
+    stay in memory until the next save.
+    """
+    variables = frame.f_locals
+    found = list(variables.items())
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables.clear()
+    return found

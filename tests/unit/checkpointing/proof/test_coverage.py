@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,16 @@ def test_each_name_is_returned_at_one_save() -> None:
 def test_a_message_names_the_first_few_of_many() -> None:
     assert listed(["a", "b"]) == "a, b"
     assert listed([str(number) for number in range(20)]) == "0, 1, 2, 3, 4, 5, 6, 7, and 12 more"
+
+
+def test_looking_at_variables_keeps_none_of_them_alive() -> None:
+    """A step's logits stayed in memory until the next save."""
+    large = Own()
+    gone = weakref.ref(large)
+    assert script_variables()["large"] is large
+    number = 3
+    del large
+    assert gone() is None and number == 3
 
 
 def test_objects_of_the_script_that_runs_are_found_and_what_a_step_computes_is_not() -> None:
