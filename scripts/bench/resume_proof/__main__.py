@@ -9,6 +9,7 @@ about 50 ms a step.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import psutil
 import torch
 from job import FAULTS, SAVE_STEPS, compute_history, resume
 from library.benchmark import Benchmark
@@ -36,6 +38,7 @@ from library.methods import Decoder
 
 from checkpointing import CheckpointManager
 from checkpointing.proof.recorder import StepRecorder
+from runner.system import processes
 
 # Steps of a history, and the one that it is resumed from.
 END = 2 * SAVE_STEPS + 3
@@ -74,8 +77,17 @@ def in_child(call: Callable[..., None], *arguments: Any) -> None:
             break
         if ended == pid:
             code = os.waitstatus_to_exitcode(status)
+            end_workers()
     if code != 0:
         raise RuntimeError(f"{call.__name__}{arguments[1:]} ended with {code}")
+
+
+def end_workers() -> None:
+    """End what a loader has left: a worker that began as its process ended takes this one for its parent."""
+    for process in processes.descendants():
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "pt_data_worker":
+                process.kill()
 
 
 @dataclass
