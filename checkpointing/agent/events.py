@@ -94,7 +94,10 @@ _DIFFERENCES = {
     "gradient_norm": ("the gradient norm", "Something that the gradients depend on was not restored"),
     "loss_scale": ("the scale of the gradient scaler", "The scaler was not restored"),
     "learning_rate": ("the learning rate", "The scheduler was not restored, or the script was changed"),
-    "parameters": ("the parameters after the step", "The optimizer's state was not restored"),
+    "parameters": (
+        "the parameters after the step",
+        "Something that an update depends on was not restored: the optimizer's state, or what is trained",
+    ),
 }
 
 

@@ -41,7 +41,7 @@ class Proving:
         ranks: This rank.
         node: What is used of the node's agent.
         tracked: Whose optimizer's parameters are recorded.
-        candidates: Names what was probably not restored, where something differs.
+        candidates: Names, at a step, what was probably not restored, where something differs.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Proving:
         ranks: Ranks,
         node: NodeServices,
         tracked: Tracked,
-        candidates: Callable[[], list[str]],
+        candidates: Callable[[int], list[str]],
     ) -> None:
         self._options, self._ranks, self._node, self._tracked = options, ranks, node, tracked
         self._proof = ResumeProof(ranks, options.verify, self._report, candidates)

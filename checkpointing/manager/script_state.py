@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from checkpointing.format.layout import script_state_name
 from checkpointing.manager.tracked import Tracked
 from checkpointing.process import device
 from checkpointing.process.ranks import Ranks
-from checkpointing.process.reachable import reachable
+from checkpointing.process.reachable import attributes_of, reachable, stored_by
 from checkpointing.proof.coverage import Coverage, listed, script_variables
 from checkpointing.snapshot.request import SmallFile
 
@@ -51,12 +52,18 @@ class ScriptState:
     def begin(self) -> None:
         """Note how everything is before the first step."""
         self._num_snapshots = 0
-        if self._reports and self._ranks.is_first:
+        if self._reports:
             self._coverage.begin()
 
-    def look(self) -> None:
-        """At a save: warn of what training has changed and no checkpoint holds."""
-        if self._reports and self._ranks.is_first and (names := self._coverage.at_save()):
+    def look(self, step: int) -> None:
+        """At a save: warn of what training has changed and no checkpoint holds; all ranks call this together."""
+        found = self._coverage.at_save(step) if self._reports else None
+        if found is None:
+            return
+        # A rank may keep something that the others do not.
+        everyone = self._ranks.gather(found)
+        names = list(dict.fromkeys(name for found in everyone for name in found))
+        if names and self._ranks.is_first:
             logger.warning(
                 "training has changed what no checkpoint holds: %s. A resumed run begins with the values that the "
                 "script sets. If that matters, pass objects with state_dict and load_state_dict in `states`, or derive "
@@ -64,9 +71,9 @@ class ScriptState:
                 listed(names),
             )
 
-    def changed(self) -> list[str]:
-        """Return the names of what training has changed so far and no checkpoint holds."""
-        return self._coverage.changed()
+    def changed(self, step: int) -> list[str]:
+        """Return the names of what training has changed so far on this rank and no checkpoint holds."""
+        return self._coverage.changed(step)
 
     def files(self) -> dict[str, SmallFile]:
         """Return this rank's file of a checkpoint; none where no generator was found."""
@@ -98,13 +105,33 @@ class ScriptState:
                 listed(missing),
             )
 
-    def _roots(self) -> dict[str, object]:
+    def _roots(self, step: int | None) -> tuple[dict[str, object], set[str]]:
         model = {"model": self._tracked.state.model} if self._tracked.has_training else {}
-        return {**self.roots(), **model, **script_variables()}
+        variables, kept = script_variables(step), self._kept_besides()
+        return {**self.roots(), **model, **kept, **variables.found}, variables.own | kept.keys()
+
+    def _kept_besides(self) -> dict[str, object]:
+        """Return what the script's classes keep in optimizer and scheduler besides what their state dicts hold."""
+        state, found = self._tracked.state, dict[str, object]()
+        for name, one in (("optimizer", state.torch_optimizer), ("scheduler", state.scheduler)):
+            kind: Any = type(one)
+            stored, all_own = stored_by(kind)
+            if not stored and not all_own:
+                continue
+            saved = one.state_dict().keys()
+            inner = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.nn.Module)
+            for key, value in attributes_of(one).items():
+                if (all_own or key in stored) and key not in saved and not isinstance(value, inner):
+                    found[f"{name}.{key}"] = value
+        # Functions are in no state dict.
+        for number, function in enumerate(getattr(state.scheduler, "lr_lambdas", ())):
+            if isinstance(function, types.FunctionType):
+                found[f"scheduler.lr_lambdas[{number}]"] = function
+        return found
 
     def _found(self) -> dict[str, Any]:
         known = {id(generator) for generator in self._known_generators()}
-        found = [one for one in reachable(self._roots(), self._without()) if isinstance(one.value, GENERATORS)]
+        found = [one for one in reachable(self._roots(None)[0], self._without()) if isinstance(one.value, GENERATORS)]
         return {
             one.path: one.value for one in found if isinstance(one.value, GENERATORS) and id(one.value) not in known
         }

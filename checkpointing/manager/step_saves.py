@@ -85,7 +85,7 @@ class StepSaves:
         own = {**files, rng.file_name(rank, world_size): generators_file, **self._positions.files(step)}
         own |= self._proving.files(step) | self._script.files()
         if commit:
-            self._script.look()
+            self._script.look(step)
         # A loop may give tensors of one number.
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         shared = {**shared_files, **self._tracked.buckets.files()}

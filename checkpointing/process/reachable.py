@@ -23,7 +23,7 @@ import torch
 # Objects of one search; a composition of transforms has dozens, a model's modules some thousand.
 MAX_OBJECTS = 10_000
 # Longer containers are data.
-_MAX_ITEMS = 64
+MAX_ITEMS = 64
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, np.ndarray, np.generic, torch.dtype)
 _OURS = ("checkpointing", "runner")
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -46,7 +46,10 @@ class Reached(NamedTuple):
 
 
 def reachable(
-    roots: Mapping[str, object], without: Collection[int] = (), limit: int = MAX_OBJECTS
+    roots: Mapping[str, object],
+    without: Collection[int] = (),
+    limit: int = MAX_OBJECTS,
+    own_roots: Collection[str] = (),
 ) -> Iterator[Reached]:
     """Iterate over the objects that roots hold, the nearest first, each one once.
 
@@ -54,8 +57,9 @@ def reachable(
         roots: Where the search begins, by the names that paths begin with.
         without: Ids of objects that are left out, with what only they hold.
         limit: Number of objects after which it ends.
+        own_roots: Names of the roots that code of the script keeps.
     """
-    waiting = deque(Reached(name, value) for name, value in roots.items())
+    waiting = deque(Reached(name, value, name in own_roots) for name, value in roots.items())
     seen = set(without)
     # Objects that are made on the way, such as bound methods, must keep their ids.
     kept: list[object] = []
@@ -85,16 +89,24 @@ def _parts_of(reached: Reached) -> Iterator[Reached]:
         own = is_own_module(owner.__module__)
         yield from (Reached(path + name, value, own) for name, value in _parts_of_function(owner))
     elif isinstance(owner, _CONTAINERS):
-        if len(owner) <= _MAX_ITEMS:
+        if len(owner) <= MAX_ITEMS:
             items = owner.values() if isinstance(owner, Mapping) else owner
             yield from (Reached(f"{path}[{number}]", value, is_own) for number, value in enumerate(items))
-    elif not isinstance(owner, (type, types.ModuleType)) and not _is_left_out(type(owner)):
-        kind: Any = type(owner)
-        stored, all_own = stored_by(kind)
-        attributes = attributes_of(owner)
-        for name, value in attributes.items():
-            yield Reached(f"{path}.{name}", value, all_own or name in stored)
-        yield from (Reached(path + name, value, True) for name, value in _parts_of_class(type(owner), attributes))
+    elif isinstance(owner, type):
+        # One that serves as a namespace.
+        members = vars(owner).items() if is_own_module(owner.__module__) else ()
+        yield from (Reached(f"{path}.{name}", value, True) for name, value in members if _is_data(name, value))
+    elif not isinstance(owner, types.ModuleType) and not _is_left_out(type(owner)):
+        yield from _parts_of_object(path, owner)
+
+
+def _parts_of_object(path: str, owner: Any) -> Iterator[Reached]:
+    kind: Any = type(owner)
+    stored, all_own = stored_by(kind)
+    attributes = attributes_of(owner)
+    for name, value in attributes.items():
+        yield Reached(f"{path}.{name}", value, all_own or name in stored)
+    yield from (Reached(path + name, value, True) for name, value in _parts_of_class(kind, attributes))
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
@@ -126,6 +138,12 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     yield from ((f".{name}", value) for name, value in named_globals(function).items())
     for number, value in enumerate(function.__defaults__ or ()):
         yield f"({number})", value
+    yield from ((f".{name}", value) for name, value in vars(function).items())
+
+
+def _is_data(name: str, value: object) -> bool:
+    is_code = callable(value) or isinstance(value, (classmethod, staticmethod, property, types.MemberDescriptorType))
+    return not name.startswith("__") and not is_code
 
 
 def _parts_of_class(kind: type, hidden: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -151,7 +169,7 @@ def named_globals(function: types.FunctionType) -> dict[str, Any]:
         if isinstance(value, types.ModuleType):
             inside = vars(value) if is_own_module(value.__name__) else {}
             found |= {f"{name}.{other}": inside[other] for other in sorted(names & inside.keys())}
-        elif not isinstance(value, type):
+        elif not isinstance(value, type) or is_own_module(value.__module__):
             found[name] = value
     return found
 

@@ -89,7 +89,11 @@ class ResumeProof:
     """
 
     def __init__(
-        self, ranks: Ranks, verify: Verify, report: Callable[[StepsRepeated], None], candidates: Callable[[], list[str]]
+        self,
+        ranks: Ranks,
+        verify: Verify,
+        report: Callable[[StepsRepeated], None],
+        candidates: Callable[[int], list[str]],
     ) -> None:
         self._ranks, self._verify, self._report, self._candidates = ranks, verify, report, candidates
         self._own: Repetition | None = None
@@ -164,7 +168,7 @@ class ResumeProof:
             differs=list(worst.differs),
             rank=rank,
             by_itself=worst.by_itself,
-            candidates=self._candidates() if not worst.by_itself else [],
+            candidates=self._candidates(last + 1) if not worst.by_itself else [],
         )
         self._report(event)
         if self._verify == "strict" and not worst.by_itself:

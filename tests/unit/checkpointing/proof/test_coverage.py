@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +38,7 @@ CHANGES: dict[str, Callable[[Own], Any]] = {
 
 
 def coverage(roots: dict[str, object], covered: set[int] | None = None, without: set[int] | None = None) -> Coverage:
-    found = Coverage(lambda: roots, lambda: covered or set(), lambda: without or set())
+    found = Coverage(lambda step: (roots, ()), lambda: covered or set(), lambda: without or set())
     found.begin()
     return found
 
@@ -44,9 +47,9 @@ def coverage(roots: dict[str, object], covered: set[int] | None = None, without:
 def test_what_an_object_of_the_script_changes_is_named(path: str) -> None:
     own = Own()
     found = coverage({"own": own})
-    assert found.changed() == []
+    assert found.changed(5) == []
     CHANGES[path](own)
-    assert found.changed() == [path]
+    assert found.changed(5) == [path]
 
 
 def test_what_is_saved_is_not_named_but_what_it_holds_besides_is() -> None:
@@ -61,14 +64,14 @@ def test_what_is_saved_is_not_named_but_what_it_holds_besides_is() -> None:
     found = coverage({"model": model}, {id(model)})
     model(torch.ones(1))
     model.weight.data.fill_(3.0)
-    assert found.changed() == ["model.calls"]
+    assert found.changed(5) == ["model.calls"]
 
 
 def test_what_is_left_out_is_not_named() -> None:
     own = Own()
     found = coverage({"own": SimpleNamespace(own=own)}, without={id(own)})
     own.count = 1
-    assert found.changed() == []
+    assert found.changed(5) == []
 
 
 def test_a_module_that_nothing_saves_is_named() -> None:
@@ -78,17 +81,17 @@ def test_a_module_that_nothing_saves_is_named() -> None:
         trainer.teacher[0].weight.fill_(1.0)
         # A library's numbers count time, progress and the like.
         trainer.count, trainer._loss = 1, torch.ones(1)
-    assert found.changed() == ["Trainer.teacher.0"]
+    assert found.changed(5) == ["Trainer.teacher.0"]
 
 
 def test_each_name_is_returned_at_one_save() -> None:
     own = Own()
     found = coverage({"own": own})
     own.count = 1
-    assert [found.at_save() for _ in range(4)] == [["own.count"], [], [], []]
+    assert [found.at_save(5) for _ in range(4)] == [["own.count"], [], None, []]
     own._private = 2
     # It is looked for at the first, second, fourth, eighth save.
-    assert [found.at_save() for _ in range(4)] == [[], [], [], ["own._private"]]
+    assert [found.at_save(5) for _ in range(4)] == [None, None, None, ["own._private"]]
 
 
 def test_a_message_names_the_first_few_of_many() -> None:
@@ -100,19 +103,111 @@ def test_looking_at_variables_keeps_none_of_them_alive() -> None:
     """A step's logits stayed in memory until the next save."""
     large = Own()
     gone = weakref.ref(large)
-    assert script_variables()["large"] is large
+    assert script_variables().found["large"] is large
     number = 3
     del large
     assert gone() is None and number == 3
 
 
 def test_objects_of_the_script_that_runs_are_found_and_what_a_step_computes_is_not() -> None:
-    average, loss, step, text = Own(), torch.ones(1), 3, "text"
+    average, text = Own(), "text"
+    for step in range(3):
+        loss = torch.ones(1)
+        found = script_variables(step).found
+    assert found["average"] is average and not {"loss", "step", "text"} & found.keys() and loss is not None and text
 
-    def loop() -> dict[str, object]:
-        inner = Own()
-        return {**script_variables(), "checked": inner}
 
-    found = loop()
-    assert found["average"] is average and found["inner"] is found["checked"]
-    assert not {"loss", "step", "text"} & found.keys() and loss is not None and step and text
+def loop(end: int, look: Callable[[int], Any]) -> Any:
+    """A loop with variables of every sort; calls `look` at the end of each step."""
+    best, patience, log, recent, moving = 9.0, 0, list[float](), deque[float](maxlen=2), {"w": torch.zeros(2)}
+    numbers, tables = itertools.cycle([1, 2, 3]), dict.fromkeys(range(100), 0.0)
+    began, slow, found = time.monotonic(), 0, None
+    for step in range(1, end + 1):
+        value = 5.0 - step
+        log.append(value)
+        recent.append(value)
+        mean = sum(recent) / len(recent)
+        next(numbers)
+        moving["w"].mul_(0.9).add_(step)
+        tables[step] = value
+        patience += value >= best
+        best = min(best, mean)
+        took, began = time.monotonic() - began, time.monotonic()
+        slow += took > 9
+        found = look(step)
+    return found
+
+
+def test_what_a_loop_carries_is_named_and_what_it_computes_or_logs_is_not() -> None:
+    seen: list[Coverage] = []
+
+    def look(step: int) -> list[str]:
+        if not seen:
+            # As where a loop begins: everything is there.
+            seen.append(Coverage(script_variables, set, set))
+            seen[0].begin()
+            return []
+        return seen[0].changed(step)
+
+    names = {name.partition("[")[0] for name in loop(4, look)}
+    assert {"best", "moving", "recent", "numbers", "tables"} <= names
+    assert not {"log", "value", "took", "began", "step", "end", "slow"} & names
+
+
+def namespace() -> type:
+    class State:
+        calls = 0
+
+        def method(self) -> None:
+            pass
+
+    return State
+
+
+def counted() -> Any:
+    def count() -> None:
+        count.calls += 1  # type: ignore[attr-defined]
+
+    count.calls = 0  # type: ignore[attr-defined]
+    return count
+
+
+def test_classes_as_namespaces_and_attributes_of_functions_are_named() -> None:
+    state, count = namespace(), counted()
+    found = coverage({"state": state, "count": count})
+    state.calls += 1  # type: ignore[attr-defined]
+    count()
+    assert found.changed(5) == ["count.calls", "state.calls"]
+
+
+def test_an_item_of_a_large_container_is_named() -> None:
+    """A hand-made average of 75 tensors was not."""
+
+    class Average:
+        def __init__(self) -> None:
+            self.shadow = {str(number): torch.zeros(3) for number in range(75)}
+
+    own = Average()
+    found = coverage({"own": own})
+    for tensor in own.shadow.values():
+        tensor.add_(1)
+    assert found.changed(5) == ["own.shadow"]
+
+
+def test_how_far_an_iterator_of_the_script_is_counts() -> None:
+    def numbers() -> Iterator[int]:
+        at = 0
+        while True:
+            at += 1
+            yield at
+
+    class Holder:
+        def __init__(self) -> None:
+            self.numbers, self.cycle = numbers(), itertools.cycle([1, 2])
+
+    own = Holder()
+    next(own.numbers)
+    found = coverage({"own": own})
+    next(own.numbers)
+    next(own.cycle)
+    assert found.changed(5) == ["own.cycle", "own.numbers"]

@@ -29,7 +29,7 @@ class Rank:
 
     def __init__(self, ranks: Ranks, before: dict[int, StepRecord], verify: Any = "auto", start: int = 100) -> None:
         self.reports: list[StepsRepeated] = []
-        self.proof = ResumeProof(ranks, verify, self.reports.append, lambda: ["Mine.calls"])
+        self.proof = ResumeProof(ranks, verify, self.reports.append, lambda step: ["Mine.calls"])
         self.proof.begin(start, before)
         self.ended = start
 
