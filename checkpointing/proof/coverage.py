@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import sys
 import time
 import types
@@ -95,7 +96,8 @@ class Coverage:
 
 
 def listed(names: list[str]) -> str:
-    """Return names for a message, the first few of many."""
+    """Return names for a message, the first few of many; the items of a container are one."""
+    names = list(dict.fromkeys(re.sub(r"(\[\d+\])+$", "[…]", name) for name in names))
     rest = len(names) - _NAMES_IN_A_MESSAGE
     return ", ".join(names[:_NAMES_IN_A_MESSAGE]) + (f", and {rest} more" if rest > 0 else "")
 

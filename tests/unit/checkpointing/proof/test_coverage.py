@@ -96,6 +96,7 @@ def test_each_name_is_returned_at_one_save() -> None:
 
 def test_a_message_names_the_first_few_of_many() -> None:
     assert listed(["a", "b"]) == "a, b"
+    assert listed(["ema[0]", "ema[1]", "ema[2]", "own.table[0][1]"]) == "ema[…], own.table[…]"
     assert listed([str(number) for number in range(20)]) == "0, 1, 2, 3, 4, 5, 6, 7, and 12 more"
 
 
