@@ -93,6 +93,8 @@ class ScriptState:
             return
         with point.reading(name):
             states = point.torch_object(name)["generators"]
+            if not isinstance(states, dict) or not all(isinstance(path, str) for path in states):
+                raise ValueError("not the states of generators by their paths")
             generators = self._found()
             for path, state in states.items():
                 if path in generators:

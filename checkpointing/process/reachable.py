@@ -217,5 +217,7 @@ def is_own_module(name: str) -> bool:
 
 def _is_left_out(kind: type) -> bool:
     """Return whether an object is of Python's own (a logger, say, by which all others can be reached), or of ours."""
-    root = kind.__module__.partition(".")[0]
-    return root in _OURS or (root in sys.stdlib_module_names and root not in ("__main__", "types", "collections"))
+    # A class of the script may have one of ours in front: a trainer that is resilient.
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    root = next(root for root in roots if root not in _OURS)
+    return root in sys.stdlib_module_names and root not in ("__main__", "types", "collections")

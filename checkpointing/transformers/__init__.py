@@ -146,7 +146,7 @@ def resilient(
 
     remove_jit_checkpoints(trainer)
     cls = type(trainer)
-    trainer.__class__ = type(f"Resilient{cls.__name__}", (ResilientMixin, cls), {"__module__": cls.__module__})
+    trainer.__class__ = type(f"Resilient{cls.__name__}", (ResilientMixin, cls), {})
     trainer._become_resilient(
         make_manager,
         ResilientOptions(

@@ -176,14 +176,15 @@ class RehearsedJob:
         fired.mkdir(parents=True)
         environment = {REHEARSAL_ENV: f"{self._steps}:{self._save_steps}"}
         if moment is not None:
-            middle = self._steps - self._save_steps + max(self._save_steps // 2, 1)
+            # Snapshots are of even steps: so one step at least is recorded after the newest, and repeated.
+            middle = (self._steps - self._save_steps + 2) // 2 * 2
             armed = moment.failpoints.format(early=self._save_steps + 1, middle=middle)
             environment |= {FAILPOINTS_ENV: armed, ONCE_ENV: str(fired)}
         settings = [f"checkpoint.location={folder / 'checkpoints'}", *_SETTINGS]
         options = [*self._options, *(part for setting in settings for part in ("--set", setting))]
         command = runner_command(folder, *options, script=self._script)
         outcome, began = Rehearsed(name), time.monotonic()
-        with RunUnderTest(command, folder, environment) as run:
+        with RunUnderTest(command, folder, environment, alone=False) as run:
             self._await_end(run, outcome, fired if moment is not None and moment.is_stop else None)
             run.refresh()
             self._take(run, outcome)

@@ -57,6 +57,7 @@ from checkpointing.format.manifest import Manifest, _self_digest
 from checkpointing.format.shard_index import INDEX_NAME
 from checkpointing.host import locking
 from checkpointing.process import rng
+from checkpointing.process.ranks import Ranks
 from checkpointing.resume.restorer import restore_generators
 from checkpointing.resume.verified_read import BufferCache, DigestShares, read_verified
 from checkpointing.state.adapter import BASE_NAME, Adapter
@@ -757,6 +758,43 @@ def shard_parts(place: Place) -> Reader:
     return Reader(bytes(files[name]), [mutations.blindly, mutations.json_knowingly], read)
 
 
+def step_record(place: Place) -> Reader:
+    from checkpointing.format.step_record import RING_BYTES, StepRecord, StepRing, parse_records
+
+    ring = StepRing(memoryview(bytearray(RING_BYTES)), 7)
+    for step in range(1, 9):
+        ring.put(StepRecord(step, {"batch": step, "loss": step << 40}, tokens=step))
+    original = ring.records()
+
+    def read(data: bytes) -> bool:
+        found = parse_records(data, 7)
+        assert all(original[step] == record for step, record in found.items())
+        return bool(found)
+
+    return Reader(ring.to_bytes(), [mutations.blindly], read)
+
+
+def script_state(place: Place) -> Reader:
+    from checkpointing.data.generators import generator_state
+    from checkpointing.files.torch_files import torch_bytes
+    from checkpointing.manager.script_state import ScriptState
+
+    rngs = {"first": np.random.default_rng(1), "second": torch.Generator(), "third": random.Random(1)}
+    names = ("model", "optimizer", "torch_optimizer", "scheduler", "scaler", "held_as")
+    nothing: Any = SimpleNamespace(state=SimpleNamespace(**dict.fromkeys(names), states={}), has_training=False)
+    script = ScriptState(Ranks(), nothing, list)
+    script.roots = lambda: rngs
+
+    def read(data: bytes) -> bool:
+        with refused("script_state_0.pt", CheckpointError) as was:
+            script.restore(point("script_state_0.pt", data))
+            rngs["first"].normal(), torch.rand((), generator=rngs["second"]), rngs["third"].random()
+        return not was()
+
+    states = {name: generator_state(one) for name, one in rngs.items()}
+    return Reader(torch_bytes({"generators": states}), [mutations.blindly], read)
+
+
 READERS: dict[str, Callable[[Place], Reader]] = {
     "manifest altered": manifest_altered,
     "manifest forged": manifest_forged,
@@ -773,6 +811,8 @@ READERS: dict[str, Callable[[Place], Reader]] = {
     "rng_state.pth": generators,
     "trainer_state.json": trainer_state,
     "loop_state_0.json": loop_state,
+    "step_record_0.bin": step_record,
+    "script_state_0.pt": script_state,
     "base_model.json": base_model,
     "index of shards": shard_index,
     "parts of a shard": shard_parts,
