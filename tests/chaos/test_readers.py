@@ -779,7 +779,7 @@ def script_state(place: Place) -> Reader:
     from checkpointing.files.torch_files import torch_bytes
     from checkpointing.manager.script_state import ScriptState
 
-    rngs = {"first": np.random.default_rng(1), "second": torch.Generator(), "third": random.Random(1)}
+    rngs: dict[str, Any] = {"first": np.random.default_rng(1), "second": torch.Generator(), "third": random.Random(1)}
     names = ("model", "optimizer", "torch_optimizer", "scheduler", "scaler", "held_as")
     nothing: Any = SimpleNamespace(state=SimpleNamespace(**dict.fromkeys(names), states={}), has_training=False)
     script = ScriptState(Ranks(), nothing, list)

@@ -26,15 +26,14 @@ from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
 
 import psutil
 import torch
-from job import FAULTS, SAVE_STEPS, compute_history, resume
 from library.benchmark import Benchmark
 from library.figures import table
 from library.measuring import scratch_folder
 from library.methods import Decoder
+from resume_proof.job import FAULTS, SAVE_STEPS, compute_history, resume
 
 from checkpointing import CheckpointManager
 from checkpointing.proof.recorder import StepRecorder

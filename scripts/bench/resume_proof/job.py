@@ -69,7 +69,8 @@ class Job:
         self.average = Average()
         data = torch.randn(16 * kinds.randint(2, 4), WIDTH)
         workers = kinds.choice([0, 0, 0, 1])
-        self.loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
+        rows: Any = data
+        self.loader: Any = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True, num_workers=workers)
 
     def manager(self, folder: Path) -> CheckpointManager:
         return CheckpointManager(
@@ -141,7 +142,7 @@ def _weight(job: Job, draw: random.Random) -> None:
 
 
 def _scheduler(job: Job, draw: random.Random) -> None:
-    job.scheduler.last_epoch = job.scheduler._step_count = 1
+    vars(job.scheduler).update(last_epoch=1, _step_count=1)
 
 
 # By what is left out: how, and what a report may name as the cause.
