@@ -112,10 +112,6 @@ class StepRing:
         """Return all records, by step, in order."""
         return parse_records(self._memory, self._history)
 
-    def clear(self) -> None:
-        """Forget all records."""
-        self._memory[:] = bytes(len(self._memory))
-
     def to_bytes(self, last: int | None = None) -> bytes:
         """Return the records up to a step as a file, in order."""
         records = self.records()

@@ -32,17 +32,14 @@ class ScriptState:
         ranks: This rank.
         tracked: What is saved.
         cursors: Returns the loaders that are followed: what their samplers draw from is a part of the position.
-        reports: Whether changes are looked for.
 
     Attributes:
         roots: Returns further objects to search, by name.
         saved: Returns further objects that are saved, or that do not matter: the search leaves them out.
     """
 
-    def __init__(
-        self, ranks: Ranks, tracked: Tracked, cursors: Callable[[], Collection[LoaderCursor]], *, reports: bool = True
-    ) -> None:
-        self._ranks, self._tracked, self._cursors, self._reports = ranks, tracked, cursors, reports
+    def __init__(self, ranks: Ranks, tracked: Tracked, cursors: Callable[[], Collection[LoaderCursor]]) -> None:
+        self._ranks, self._tracked, self._cursors = ranks, tracked, cursors
         self.roots: Callable[[], Mapping[str, object]] = dict
         self.saved: Callable[[], Collection[object]] = list
         self._coverage = Coverage(self._roots, self._covered, without=self._without)
@@ -52,12 +49,11 @@ class ScriptState:
     def begin(self) -> None:
         """Note how everything is before the first step."""
         self._num_snapshots = 0
-        if self._reports:
-            self._coverage.begin()
+        self._coverage.begin()
 
     def look(self, step: int) -> None:
         """At a save: warn of what training has changed and no checkpoint holds; all ranks call this together."""
-        found = self._coverage.at_save(step) if self._reports else None
+        found = self._coverage.at_save(step)
         if found is None:
             return
         # A rank may keep something that the others do not.
@@ -134,9 +130,7 @@ class ScriptState:
     def _found(self) -> dict[str, Any]:
         known = {id(generator) for generator in self._known_generators()}
         found = [one for one in reachable(self._roots(None)[0], self._without()) if isinstance(one.value, GENERATORS)]
-        return {
-            one.path: one.value for one in found if isinstance(one.value, GENERATORS) and id(one.value) not in known
-        }
+        return {one.path: one.value for one in found if id(one.value) not in known}
 
     def _known_generators(self) -> Iterator[Any]:
         """Yield the process's own, and those that loaders draw from, which are a part of the position."""
