@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import xxhash
+
 # Steps that a file has. Memory has room for some more, which are recorded while the file is made.
 FILE_STEPS = 1000
 CAPACITY = 1024
@@ -20,17 +22,19 @@ FIELDS = (
     *("batch", *GENERATORS),
     *("loss", "gradient_norm", "loss_scale", "learning_rate", "parameters"),
 )
+# How digests are made: raised when `checkpointing.proof.digests` makes others, which are not comparable.
+DIGESTS = 1
 _WORD = (1 << 64) - 1
 _NUMBERS = {name: number for number, name in enumerate(FIELDS)}
-# Step, history, which fields are known and which have differed, tokens, the fields, checksum.
-_RECORD = struct.Struct(f"<QIII{len(FIELDS)}QI")
-RECORD_BYTES = _RECORD.size
+# Step, history, which fields are known and which have differed, tokens, the fields; after it a checksum (XXH32).
+_RECORD, _CHECKSUM_BYTES = struct.Struct(f"<QIII{len(FIELDS)}Q"), 4
+RECORD_BYTES = _RECORD.size + _CHECKSUM_BYTES
 RING_BYTES = CAPACITY * RECORD_BYTES
 
 
 def history_of(stage: str, rank: int, world_size: int) -> int:
     """Return the number of a history: the steps of another stage, rank or number of ranks are not comparable."""
-    return zlib.crc32(f"{stage}/{rank}/{world_size}".encode())
+    return zlib.crc32(f"{DIGESTS}/{stage}/{rank}/{world_size}".encode())
 
 
 def float_bits(value: float) -> int:
@@ -66,14 +70,14 @@ class StepRecord:
             number = _NUMBERS[name]
             known |= 1 << number
             values[number] = value & _WORD
-        data = _RECORD.pack(self.step, history, known, min(self.tokens, 0xFFFFFFFF), *values, 0)[:-4]
-        return data + zlib.crc32(data).to_bytes(4, "little")
+        data = _RECORD.pack(self.step, history, known, min(self.tokens, 0xFFFFFFFF), *values)
+        return data + xxhash.xxh32_digest(data)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview, history: int) -> StepRecord | None:
         """Parse the bytes in a ring; None for what is torn, empty, or of another history."""
-        step, of, known, tokens, *values, checksum = _RECORD.unpack(data)
-        if of != history or checksum != zlib.crc32(data[:-4]):
+        step, of, known, tokens, *values = _RECORD.unpack_from(data)
+        if of != history or bytes(data[-_CHECKSUM_BYTES:]) != xxhash.xxh32_digest(data[:-_CHECKSUM_BYTES]):
             return None
         every = dict(zip(FIELDS, values, strict=True))
         found = {name: every[name] for name in _names(known)}
@@ -151,7 +155,7 @@ def first_difference(one: bytes, other: bytes, without: Collection[str] = ()) ->
 def _every(data: bytes) -> Iterator[StepRecord]:
     for at in range(0, len(data) // RECORD_BYTES * RECORD_BYTES, RECORD_BYTES):
         part = data[at : at + RECORD_BYTES]
-        if (record := StepRecord.unpack(part, _RECORD.unpack(part)[1])) is not None:
+        if (record := StepRecord.unpack(part, _RECORD.unpack_from(part)[1])) is not None:
             yield record
 
 

@@ -5,50 +5,52 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from checkpointing.format.step_record import StepRecord, StepRing, float_bits
 from checkpointing.process import device
-from checkpointing.process.device import Later, LateTensor
+from checkpointing.process.device import Later
 from checkpointing.proof.digests import (
     BatchDigest,
+    Digest,
     ParameterSamples,
-    digest64,
     generator_digests,
     learning_rate_bits,
-    samples_digest,
 )
 
 # Steps whose figures a device may be late with; older ones are waited for.
 _MOST_OPEN = 16
 
 
-@dataclass
-class _OpenStep:
-    """A step that runs, or of which a device has yet to compute something."""
+class _LateStep(NamedTuple):
+    """A step that has ended.
 
-    step: int = 0
-    values: dict[str, int] = field(default_factory=dict)
-    batches: list[BatchDigest] = field(default_factory=list)
-    figures: dict[str, Later] = field(default_factory=dict)
-    samples: list[LateTensor] = field(default_factory=list)
+    Attributes:
+        step: Its number.
+        tokens: As in a record.
+        known: What is known, as in a record.
+        late: What a device has yet to compute, by name.
+    """
+
+    step: int
+    tokens: int
+    known: dict[str, int]
+    late: dict[str, Later | Digest]
 
     @property
     def has_arrived(self) -> bool:
-        late: list[Any] = [*self.batches, *self.figures.values(), *self.samples]
-        return all(one.has_arrived for one in late)
+        return all(one.has_arrived for one in self.late.values())
 
     def record(self) -> StepRecord:
-        values = dict(self.values)
-        if self.batches and all(batch.is_known for batch in self.batches):
-            values["batch"] = digest64(batch.value() for batch in self.batches)
-        values |= {name: float_bits(float(figure)) for name, figure in self.figures.items()}
-        if self.samples:
-            values["parameters"] = samples_digest(self.samples)
-        return StepRecord(self.step, values, sum(batch.tokens for batch in self.batches))
+        self.known.update((name, _bits(one)) for name, one in self.late.items())
+        return StepRecord(self.step, self.known, self.tokens)
+
+
+def _bits(one: Later | Digest) -> int:
+    return one.value() if isinstance(one, Digest) else float_bits(float(one))
 
 
 class StepRecorder:
@@ -62,7 +64,7 @@ class StepRecorder:
 
     def __init__(self, ring: StepRing, differs: Callable[[StepRecord], tuple[str, ...]]) -> None:
         self._ring, self._differs = ring, differs
-        self._running, self._ended = _OpenStep(), deque[_OpenStep]()
+        self._batch, self._ended = BatchDigest(), deque[_LateStep]()
         self._parameters = ParameterSamples()
         self._loss: torch.Tensor | float | None = None
         # Also taken by the thread that copies snapshots.
@@ -71,7 +73,7 @@ class StepRecorder:
     def batch(self, batch: object) -> None:
         """Add a micro-batch as it enters the model."""
         if not device.is_capturing():
-            self._running.batches.append(BatchDigest(batch))
+            self._batch.add_batch(batch)
 
     def loss(self, value: torch.Tensor | float) -> None:
         """Add the loss of a micro-batch."""
@@ -93,20 +95,29 @@ class StepRecorder:
             optimizer: Has `param_groups`, or its parameters and learning rates are not recorded.
             figures: Numbers, or tensors of one, by their name in a record; None where there is none.
         """
-        running, self._running = self._running, _OpenStep()
+        batch, self._batch = self._batch, BatchDigest()
         loss, self._loss = self._loss, None
         if device.is_capturing():
             return
-        running.step = step
-        known = {"loss": loss, **{name: value for name, value in figures.items() if value is not None}}
-        running.figures = {name: Later(value) for name, value in known.items() if value is not None}
-        running.values = dict(generator_digests())
+        known: dict[str, int] = generator_digests()
         groups = getattr(optimizer, "param_groups", None) or ()
         if (rate := learning_rate_bits(groups)) is not None:
-            running.values["learning_rate"] = rate
-        running.samples = self._parameters.read(one for group in groups for one in group["params"])
+            known["learning_rate"] = rate
+        figures = figures if loss is None else {"loss": loss, **figures}
+        found: dict[str, Later | Digest] = {name: Later(value) for name, value in figures.items() if value is not None}
+        if batch.count:
+            found["batch"] = batch
+        parameters = self._parameters.read([one for group in groups for one in group["params"]])
+        if parameters.count:
+            found["parameters"] = parameters
+        late = {}
+        for name, one in found.items():
+            if one.has_arrived:
+                known[name] = _bits(one)
+            else:
+                late[name] = one
         with self._lock:
-            self._ended.append(running)
+            self._ended.append(_LateStep(step, batch.tokens, known, late))
         self.settle()
 
     def settle(self, *, wait: bool = False) -> None:

@@ -17,8 +17,13 @@ from checkpointing.proof.digests import (
     ParameterSamples,
     generator_digests,
     learning_rate_bits,
-    samples_digest,
 )
+
+
+def digest_of(batch: object) -> BatchDigest:
+    digest = BatchDigest()
+    digest.add_batch(batch)
+    return digest
 
 
 class Pair(NamedTuple):
@@ -60,28 +65,34 @@ BATCHES: list[Any] = [
 
 
 def test_batches_differ_by_every_number_shape_type_and_name() -> None:
-    assert len({BatchDigest(batch).value() for batch in BATCHES}) == len(BATCHES)
+    assert len({digest_of(batch).value() for batch in BATCHES}) == len(BATCHES)
 
 
 @pytest.mark.parametrize("number", range(len(BATCHES)))
 def test_an_equal_batch_has_an_equal_digest(number: int) -> None:
-    assert BatchDigest(BATCHES[number]).value() == BatchDigest(BATCHES[number]).value()
+    assert digest_of(BATCHES[number]).value() == digest_of(BATCHES[number]).value()
 
 
 def test_a_batch_is_what_it_was_when_it_entered_the_model() -> None:
     """Loops reuse the memory of their batches."""
     batch = tokens()
-    digest, expected = BatchDigest(batch), BatchDigest(tokens()).value()
+    digest, expected = digest_of(batch), digest_of(tokens()).value()
     batch.zero_()
     assert digest.value() == expected
 
 
 def test_the_length_of_a_batch_is_that_of_its_first_tensor() -> None:
-    assert BatchDigest({"input_ids": tokens(), "labels": tokens()}).tokens == 64
+    assert digest_of({"input_ids": tokens(), "labels": tokens()}).tokens == 64
+
+
+def test_the_lengths_of_micro_batches_add_up() -> None:
+    digest = digest_of(tokens())
+    digest.add_batch({"ids": tokens()})
+    assert digest.tokens == 128 and digest.value() != digest_of(tokens()).value()
 
 
 def test_of_an_unknown_batch_nothing_is_known() -> None:
-    assert not BatchDigest(object()).is_known and BatchDigest(tokens()).is_known
+    assert not digest_of(object()).count and digest_of(tokens()).count
 
 
 @pytest.mark.parametrize(
@@ -129,21 +140,42 @@ def parameters() -> list[torch.nn.Parameter]:
 @pytest.mark.parametrize("number", range(4))
 def test_an_update_of_any_parameter_is_seen(number: int) -> None:
     own, samples = parameters(), ParameterSamples()
-    before = samples_digest(samples.read(own))
+    before = samples.read(own).value()
     with torch.no_grad():
         own[number].add_(1e-4)
-    assert samples_digest(samples.read(own)) != before
+    assert samples.read(own).value() != before
 
 
 def test_parameters_whose_memory_was_exchanged_are_read_where_they_are() -> None:
     own, samples = parameters(), ParameterSamples()
-    before = samples_digest(samples.read(own))
+    before = samples.read(own).value()
     own[0].data = own[0].data + 1
-    moved = samples_digest(samples.read(own))
+    moved = samples.read(own).value()
     own[0].data = own[0].data - 1
     assert moved != before
     fresh = ParameterSamples()
-    assert samples_digest(samples.read(own)) == samples_digest(fresh.read(own))
+    assert samples.read(own).value() == fresh.read(own).value()
+
+
+def test_parameters_without_memory_are_not_read() -> None:
+    """FSDP takes the memory of a flat parameter away, of which others are views."""
+    flat = torch.randn(4096)
+    own, samples = [torch.nn.Parameter(flat[:2048]), torch.nn.Parameter(flat[2048:]), *parameters()], ParameterSamples()
+    before = samples.read(own).value()
+    flat.untyped_storage().resize_(0)
+    assert samples.read(own).value() == ParameterSamples().read(parameters()).value() != before
+
+
+def test_views_are_read_where_their_numbers_are() -> None:
+    """Also of a matrix that is stored by columns, and of numbers that are no whole words."""
+    generator = torch.Generator().manual_seed(5)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.randn(64, 64, generator=generator).to(dtype)
+        own, samples = [whole.t()[3:9], whole[::2, 1:4], whole[0, :3]], ParameterSamples()
+        before = samples.read(own).value()
+        assert ParameterSamples().read(own).value() == before
+        whole += 1
+        assert samples.read(own).value() != before
 
 
 def test_learning_rates_are_compared_by_their_bits() -> None:
