@@ -51,9 +51,9 @@ formatting() {
   ruff check --quiet . && "$root/scripts/words"
 }
 
-# static_checks: types, import contracts and dead code; scripts/check runs them at the same time as the tests, which take as long.
+# static_checks: types, import contracts, dead code and counted figures; scripts/check runs them while the tests run.
 static_checks() {
-  mypy && lint-imports && vulture
+  mypy && lint-imports && vulture && "$venv/bin/python" "$root/scripts/project_figures.py" --counted
 }
 
 # finished NAME: print how long the script took, whatever its outcome; to be set as an EXIT trap.

@@ -106,7 +106,14 @@ class ScriptState:
     def _roots(self, step: int | None) -> tuple[dict[str, object], set[str]]:
         model = {"model": self._tracked.state.model} if self._tracked.has_training else {}
         variables, kept = script_variables(step), self._kept_besides()
-        return {**self.roots(), **model, **kept, **variables.found}, variables.own | kept.keys()
+        found, own = {**self.roots(), **model, **kept}, set(kept)
+        for name, value in variables.found.items():
+            # A variable may have the name of something else.
+            path = name if found.get(name, value) is value else f"{name} (variable)"
+            found[path] = value
+            if name in variables.own:
+                own.add(path)
+        return found, own
 
     def _kept_besides(self) -> dict[str, object]:
         """Return what the script's classes keep in optimizer and scheduler besides what their state dicts hold."""

@@ -1,0 +1,144 @@
+"""Which variables carry something through a loop is read from its bytecode, while it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from checkpointing.process.carried import carried_by
+
+Names = frozenset[str]
+
+
+def here() -> tuple[Names, Names]:
+    return carried_by(sys._getframe(1))
+
+
+def counts() -> tuple[Names, Names]:
+    count, found = 0, here()
+    for _ in range(2):
+        count += 2
+        found = here()
+    return found
+
+
+def computes() -> tuple[Names, Names]:
+    found = here()
+    for step in range(2):
+        loss = step * 2
+        twice = loss + 1
+        found = here()
+    assert twice
+    return found
+
+
+def counts_in_a_while_loop() -> tuple[Names, Names]:
+    count, found = 0, here()
+    while count < 3:
+        count += 2
+        found = here()
+    return found
+
+
+def counts_around_an_inner_loop() -> tuple[Names, Names]:
+    count, found = 0, here()
+    for _ in range(2):
+        count += 2
+        for _ in range(2):
+            found = here()
+    return found
+
+
+def counts_in_an_inner_loop() -> tuple[Names, Names]:
+    count, found = 0, here()
+    for _ in range(2):
+        for _ in range(2):
+            count += 2
+            found = here()
+    return found
+
+
+def counts_for_a_function_within() -> tuple[Names, Names]:
+    count, found = 0, here()
+
+    def read() -> int:
+        return count
+
+    for _ in range(2):
+        count += read()
+        found = here()
+    return found
+
+
+def begins_each_step() -> tuple[Names, Names]:
+    found = here()
+    for step in range(2):
+        count = 0
+        for micro in range(2):
+            count += step * micro
+        found = here()
+        assert count >= 0
+    return found
+
+
+def reads_what_only_another_branch_sets() -> tuple[Names, Names]:
+    count, found = 0, here()
+    for step in range(3):
+        if step and count < 5:
+            count = step
+        found = here()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loop", "carries"),
+    [
+        (counts, True),
+        (counts_in_a_while_loop, True),
+        (counts_around_an_inner_loop, True),
+        (counts_in_an_inner_loop, True),
+        (counts_for_a_function_within, True),
+        (reads_what_only_another_branch_sets, True),
+        (begins_each_step, False),
+    ],
+)
+def test_what_an_iteration_reads_before_it_sets_it_is_carried(
+    loop: Callable[[], tuple[Names, Names]], carries: bool
+) -> None:
+    carried, _ = loop()
+    assert ("count" in carried) == carries
+
+
+def test_what_a_step_computes_is_not_carried() -> None:
+    carried, _ = computes()
+    assert not carried & {"loss", "twice", "step"}
+
+
+def logs(values: Iterable[int]) -> tuple[Names, Names]:
+    log, seen, recent, found = list[int](), set[int](), list[int](), here()
+    for value in values:
+        log.append(value)
+        seen.add(value)
+        recent.append(value)
+        if sum(recent) > 9:
+            recent.clear()
+        found = here()
+    return found
+
+
+def test_what_is_only_added_to_is_not_used() -> None:
+    _, used = logs([1, 2])
+    assert "recent" in used and not {"log", "seen"} & used
+
+
+def test_outside_of_a_loop_nothing_is_carried() -> None:
+    assert here() == (frozenset(), frozenset())
+
+
+def test_a_module_is_a_loop_like_any_other() -> None:
+    names: dict[str, object] = {"here": here, "found": None}
+    exec("count = 0\nfor number in range(2):\n    count += 1\n    found = here()\n", names)
+    found = names["found"]
+    assert isinstance(found, tuple) and "count" in found[0] and "number" not in found[0]
