@@ -62,8 +62,8 @@ class Boot:
         follows: bool = False,
     ) -> None:
         # Ranks must find it from any working directory.
-        script = str(Path(job.script).absolute()) if job.script is not None else None
-        self._config, self._job, self._stop = config, replace(job, script=script), stop
+        program = job.program.from_anywhere() if job.program is not None else None
+        self._config, self._job, self._stop = config, replace(job, program=program), stop
         self._step, self._overwrite, self._follows = step, overwrite, follows
         self._directory = RunDirectory(config.output_dir, config.launch.node_rank)
         self._caveats: list[str] = []
@@ -77,7 +77,7 @@ class Boot:
         """
         self._directory.create()
         self._directory.lock(_say, lambda: bool(self._stop))
-        self._identity = unless_stopped(self._stop, lambda: identify(self._config, self._job.script, self._job.args))
+        self._identity = unless_stopped(self._stop, lambda: identify(self._config, self._job.program))
         if self._step == "auto" and preflight.is_done(self._config, self._directory, self._identity):
             _say(
                 "this run is finished; nothing to do: the job and its settings are the same, as far as they are known "

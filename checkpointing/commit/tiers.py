@@ -159,6 +159,11 @@ class TrainingStages:
         self._steps: dict[tuple[str, int], int] = {}
         self._finished: Counter[str] = Counter()
 
+    @property
+    def were_entered(self) -> bool:
+        """Whether a training of this process saves, or has."""
+        return bool(self._entered)
+
     def enter(self, location: str, *, supervised: bool) -> TrainingStage:
         """Return the stage of a training.
 

@@ -191,12 +191,12 @@ class ResilientMixin(ExactMixin, SavingMixin):
 
     # -- data: the trainer's own order, and the position in it ---------------------------------------------------
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's own loader, whose position is followed, or that of a seekable stream."""
         data, point = self._session.data, self._session.start.point
         data.forget_loader()
         if not data.is_stream:
-            return data.follow(super().get_train_dataloader(), self._train_batch_size, point)
+            return data.follow(super().get_train_dataloader(*args, **kwargs), self._train_batch_size, point)
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         return data.read_stream(self.train_dataset, collate, self._train_batch_size, point)
 

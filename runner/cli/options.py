@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -31,13 +32,13 @@ _CONFIG_OPTIONS = [
         "config_path",
         metavar="FILE",
         type=click.Path(),
-        help="YAML configuration file (default: the bundled job, unless a model, data or SCRIPT is given).",
+        help="YAML configuration file (default: the bundled job, unless a model, data or PROGRAM is given).",
     ),
     click.option(
         "--output-dir",
         metavar="DIR",
         help="Folder of the run: checkpoints, journal, logs and best_model (default: runs/ + the name of the "
-        "configuration file or script).",
+        "configuration file or program).",
     ),
     click.option(
         "--set",
@@ -76,6 +77,13 @@ _CONFIG_OPTIONS = [
     ),
 ]
 
+_PROGRAM_ARGUMENTS = [
+    click.option("-m", "--module", is_flag=True, help="PROGRAM is the name of a module, as for python -m."),
+    click.option("--no-python", is_flag=True, help="PROGRAM is a command, also where a file has its name."),
+    click.argument("program", required=False),
+    click.argument("args", nargs=-1, type=click.UNPROCESSED),
+]
+
 
 def config_options(command: Any) -> Any:
     """Decorate a command with the options that describe a run."""
@@ -84,17 +92,57 @@ def config_options(command: Any) -> Any:
     return command
 
 
-def load(options: dict[str, Any], restart: dict[str, Any] | None = None, script: str | None = None) -> Any:
+def program_arguments(command: Any) -> Any:
+    """Decorate a command with the options and arguments that name a program, as torchrun has them."""
+    for option in reversed(_PROGRAM_ARGUMENTS):
+        command = option(command)
+    return command
+
+
+def load_program(options: dict[str, Any], restart: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    """Return the `Program` of a command line, None for the bundled job, and its `Config`.
+
+    Args:
+        options: Values of `config_options` and `program_arguments`, and of further keys of the section `launch`.
+        restart: Options of the section `restart`.
+
+    Raises:
+        UsageError: The command line or the configuration is invalid.
+    """
+    from runner.program.nested_launchers import unnested
+    from runner.program.program import find_program
+
+    rest = dict(options)
+    word, args, module, command = (rest.pop(name) for name in ("program", "args", "module", "no_python"))
+    program = find_program(word, args, module=module, command=command)
+    if program is None:
+        return None, load(rest, restart)
+    nested = unnested(program, os.environ)
+    own = {f"launch.{name}": value for name, value in rest.items() if value is not None}
+    for key, value, said in nested.settings:
+        if key in own and str(own[key]) != str(value):
+            name = key.removeprefix("launch.").replace("_", "-")
+            raise UsageError(f"--{name} {own[key]} and {said} contradict each other; pass one of them")
+    return nested.program, load(rest, restart, nested.program, nested.settings)
+
+
+def load(
+    options: dict[str, Any],
+    restart: dict[str, Any] | None = None,
+    program: Any = None,
+    further: Sequence[tuple[str, Any, str]] = (),
+) -> Any:
     """Return the `Config` of a command line; raises UsageError if it is invalid.
 
     Args:
         options: Values of `config_options`, and of further keys of the section `launch`; None for one not given.
         restart: Options of the section `restart`, likewise.
-        script: The user's own training script.
+        program: The user's own `Program`.
+        further: Further settings: key, value and how it was said.
     """
     from runner.config.load import load_config, parse_setting
 
-    overrides = [parse_setting(text) for text in options["settings"]]
+    overrides = [*further, *(parse_setting(text) for text in options["settings"])]
     if options["output_dir"] is not None:
         overrides.append(("output_dir", options["output_dir"], "--output-dir"))
     for name, value in options.items():
@@ -104,7 +152,7 @@ def load(options: dict[str, Any], restart: dict[str, Any] | None = None, script:
     for name, value in (restart or {}).items():
         if value is not None:
             overrides.append((f"restart.{name}", value, f"--{name.removesuffix('_s').replace('_', '-')} {value}"))
-    return load_config(options["config_path"], os.environ, overrides, script=script)
+    return load_config(options["config_path"], os.environ, overrides, program=program)
 
 
 def table_console() -> Any:

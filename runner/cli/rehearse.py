@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from runner.cli.options import Number, as_json_option, config_options, load
+from runner.cli.options import Number, as_json_option, config_options, load_program, program_arguments
 from runner.errors import ExitCode, UsageError
 
 
@@ -31,23 +31,20 @@ from runner.errors import ExitCode, UsageError
 )
 @click.option("--keep", is_flag=True, help="Keep the folders of all runs, also if the job is safe.")
 @as_json_option
-@click.argument("script", required=False)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@program_arguments
 def rehearse(
     steps: int,
     all_moments: bool,
     limit: float,
     keep: bool,
     as_json: bool,
-    script: str | None,
-    args: tuple[str, ...],
     **run: Any,
 ) -> None:
     """Prove that a job resumes exactly, before it is started.
 
     The first steps of the job, as `runner start` would run it, are run undisturbed, again, and then killed and stopped
     at chosen moments. What all of them compute is compared bit for bit. Nothing of yours is touched: checkpoints and
-    outputs go to a temporary folder, nothing is published, and what follows the training in SCRIPT does not run.
+    outputs go to a temporary folder, nothing is published, and what follows the training in PROGRAM does not run.
 
     The exit code is 0 if the job is safe, and 78 if a resumed run is another run, or the job fails by itself.
     """
@@ -55,9 +52,7 @@ def rehearse(
     from runner.rehearse.page import render, to_json
     from runner.system import processes
 
-    if script is not None and not Path(script).is_file():
-        raise UsageError(f"script {script!r} does not exist; pass the path of a Python file")
-    config = load({**run, "output_dir": None}, {}, script)
+    program, config = load_program({**run, "output_dir": None}, {})
     folder = Path(run["output_dir"] or tempfile.mkdtemp(prefix="rehearse-")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -72,17 +67,24 @@ def rehearse(
     job = RehearsedJob(
         folder,
         ["--config", str(folder / "job.yaml")],
-        [script, *args] if script is not None else [],
+        _as_typed(program),
         steps=steps,
         limit_s=limit * 60,
         report=report,
     )
     findings = job.rehearse([moment for moment in MOMENTS if all_moments or not moment.is_optional])
     ranks = f"{config.launch.nproc_per_node} ranks" if config.launch.nproc_per_node != "auto" else "all ranks"
-    text = render(findings, script or "the bundled job", ranks, steps)
+    text = render(findings, program.label if program is not None else "the bundled job", ranks, steps)
     click.echo(json.dumps(to_json(findings, steps), indent=2) if as_json else text)
     if findings.is_safe and not keep:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         report(f"the folders of all runs are in {folder}")
     sys.exit(int(ExitCode.DONE if findings.is_safe else ExitCode.DETERMINISTIC))
+
+
+def _as_typed(program: Any) -> list[str]:
+    """Return the arguments of `runner start` that name a program."""
+    if program is None:
+        return []
+    return [*(["-m"] if program.kind == "module" else []), program.name, *program.args]

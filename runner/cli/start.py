@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from runner.cli.options import Number, config_options, load
+from runner.cli.options import Number, config_options, load_program, program_arguments
 from runner.errors import UsageError
 from runner.ranks.output import make_streams_lossy
 
@@ -60,6 +60,11 @@ def init(path: Path, force: bool) -> None:
     help="Resume from the checkpoints of a job that differs from this one, for example by an edited script.",
 )
 @click.option(
+    "--resilient",
+    type=click.Choice(["auto", "require", "off"]),
+    help="Make the Trainers of PROGRAM resilient: auto, require (or else end with 78), or off (default: auto).",
+)
+@click.option(
     "--max-restarts",
     type=int,
     metavar="N",
@@ -83,26 +88,26 @@ def init(path: Path, force: bool) -> None:
 @click.option(
     "--debug", is_flag=True, help="Run a scaled-down job with verbose logging, in a folder of its own (DIR-debug)."
 )
-@click.argument("script", required=False)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@program_arguments
 def start(
     resume: str,
     overwrite: bool,
     resume_from: str | None,
     allow_changes: bool,
+    resilient: str | None,
     max_restarts: int | None,
     grace: float | None,
     metrics_port: int | None,
     debug: bool,
-    script: str | None,
-    args: tuple[str, ...],
     **run: Any,
 ) -> None:
     """Run a training job to completion; restart it after failures.
 
-    Without SCRIPT, run the configured supervised fine-tuning. With SCRIPT and its ARGS, run your own training script as
-    torchrun would; to be resumable, the script saves through checkpointing.CheckpointManager or
-    checkpointing.transformers.resilient.
+    Without PROGRAM, run the configured supervised fine-tuning. PROGRAM and its ARGS are what you would pass to
+    torchrun, or type without runner: a Python file, -m MODULE, or a command of a Python package, such as
+    llamafactory-cli train job.yaml. What a launcher in it says of ranks (torchrun, accelerate launch, deepspeed) is
+    taken over. Hugging Face and Lightning trainers become resumable by themselves (--resilient); your own loop saves
+    through checkpointing.CheckpointManager.
     """
     from runner.system.event_loop import StopRequest
 
@@ -117,13 +122,13 @@ def start(
     from runner.session.preflight import starting_point
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
+    if resilient is not None:
+        run["settings"] = (*run["settings"], f"resume.resilient={resilient}")
     if metrics_port is not None:
         run["settings"] = (*run["settings"], f"monitoring.port={metrics_port}")
-    config = load(run, restart, script)
-    if script is not None and not Path(script).is_file():
-        raise UsageError(f"script {script!r} does not exist; pass the path of a Python file")
+    program, config = load_program(run, restart)
     if debug:
-        config, resume, overwrite = _scaled_down(config, script, resume), "never", True
+        config, resume, overwrite = _scaled_down(config, program, resume), "never", True
     follows = os.environ.pop(FOLLOWS_ENV, None) is not None
     if follows:
         # The run that this process has led goes on.
@@ -132,17 +137,19 @@ def start(
     if overwrite and step != "never":
         raise UsageError("--overwrite needs --resume never")
     start_from = starting_point(resume_from) if resume_from is not None else ""
-    job = Job(script, args, script is not None or debug, start_from, allow_changes)
+    job = Job(program, program is not None or debug, start_from, allow_changes)
     sys.exit(int(Boot(config, job, stop, step=step, overwrite=overwrite, follows=follows).run()))
 
 
-def _scaled_down(config: Any, script: str | None, resume: str) -> Any:
+def _scaled_down(config: Any, program: Any, resume: str) -> Any:
     """Return the configuration of a scaled-down job, and set what this process needs for it."""
     from runner.config.debug import debugging_environment, for_debugging
     from runner.system.gpus import find_gpus
 
-    if script is not None:
-        raise UsageError(f"--debug cannot scale down a script; pass smaller sizes to {script} by its own options")
+    if program is not None:
+        raise UsageError(
+            f"--debug cannot scale down a script; pass smaller sizes to {program.label} by its own options"
+        )
     if resume not in ("auto", "never"):
         raise UsageError(f"--debug always starts from scratch, in its own folder; remove --resume {resume}")
     gpus = find_gpus()

@@ -18,6 +18,7 @@ from runner.config import trainer_options
 from runner.config.checks import SourceOf, check_all, check_model
 from runner.config.schema import DEFAULT_CONFIG, Config, MeshConfig
 from runner.errors import UsageError
+from runner.program.program import Program
 
 # Variable → dotted configuration key. The names are common in PyTorch, Kubeflow and Hugging Face.
 CONFIG_VARIABLES: dict[str, str] = {
@@ -58,17 +59,17 @@ def load_config(
     settings: Sequence[tuple[str, Any, str]] = (),
     *,
     needs_data: bool = True,
-    script: str | None = None,
+    program: Program | None = None,
 ) -> Config:
     """Resolve a configuration.
 
     Args:
-        path: YAML file. Without one the bundled job is the base, unless `script` is given, or the environment or
+        path: YAML file. Without one the bundled job is the base, unless `program` is given, or the environment or
             `settings` name a model or data: nothing of the bundled job applies to another job.
         environment: Environment variables, usually `os.environ`.
         settings: (dotted key, value, as the user wrote it) of each setting on the command line.
         needs_data: Whether a model must be configured and the training data must exist.
-        script: The user's own training script, which needs no model here.
+        program: The user's own, which needs no model here.
 
     Returns:
         The validated configuration.
@@ -87,7 +88,7 @@ def load_config(
     document: dict[str, Any] = {}
     if path is not None:
         document = _read_yaml(Path(path))
-    elif script is None and not _names_a_job(overrides):
+    elif program is None and not _names_a_job(overrides):
         document = _read_yaml(DEFAULT_CONFIG)
     for key, value, written in overrides:
         _set(document, key, value, written)
@@ -95,14 +96,14 @@ def load_config(
     def source_of(key: str) -> str:
         return sources.get(key, str(path) if path is not None else "default configuration")
 
-    document.setdefault("output_dir", _default_folder(script, path, document))
+    document.setdefault("output_dir", _default_folder(program, path, document))
     try:
         config = Config.model_validate(document)
     except ValidationError as error:
         raise UsageError(_explain(error, source_of)) from None
     config.trainer = trainer_options.validate(config.trainer, source_of)
     check_all(config, source_of, needs_data=needs_data)
-    if needs_data and script is None:
+    if needs_data and program is None:
         check_model(config)
     return config
 
@@ -129,11 +130,13 @@ def _value(document: Mapping[str, Any], section: str, key: str) -> Any:
     return values.get(key) if isinstance(values, dict) else None
 
 
-def _default_folder(script: str | None, path: str | None, document: Mapping[str, Any]) -> str:
+def _default_folder(program: Program | None, path: str | None, document: Mapping[str, Any]) -> str:
     """Return the folder of a run for which none is configured."""
     data, model = _value(document, "data", "path"), _value(document, "model", "name_or_path")
-    if script is not None or path is not None:
-        name = Path(str(script or path)).stem
+    if program is not None:
+        name = program.stem
+    elif path is not None:
+        name = Path(path).stem
     elif model:
         name = Path(os.path.abspath(str(model))).name  # noqa: PTH100
     else:

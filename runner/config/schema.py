@@ -176,8 +176,12 @@ def split_nnodes(text: str) -> tuple[int, int] | None:
 
 
 class ResumeConfig(Section):
-    """What a resumed run does besides restoring its state."""
+    """What makes a run resumable, and what a resumed one does besides restoring its state."""
 
+    resilient: Literal["auto", "require", "off"] = "auto"
+    """Whether the Trainers that a program makes, of Hugging Face or Lightning, are made resilient when they begin to
+    train. `auto` does, and says at once where nothing of a program is saved; `require` ends such a program with exit
+    code 78; `off` leaves all as it is."""
     verify: Literal["auto", "strict", "off"] = "auto"
     """Steps that are recomputed are compared with the record of their first computation. `auto` reports a
     difference; `strict` ends the run with exit code 78 before anything of such a step is kept, and resumes from the

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from runner.journal.events import AttemptEnded, AttemptStarted
+from runner.program.program import Program
 from runner.recovery.failure import Failure
 
 # Nodes receive an attempt's specification from the network.
@@ -22,15 +23,13 @@ class Job:
     """What to run.
 
     Attributes:
-        script: Path of the user's script; None for the configured job.
-        args: Its arguments.
+        program: What the ranks run; None for the configured job.
         show_output: Whether to show what the ranks print.
         resume_from: A checkpoint to start from while the run has none of its own.
         allow_changes: Whether to resume from checkpoints of a job that differs from this one.
     """
 
-    script: str | None = None
-    args: tuple[str, ...] = ()
+    program: Program | None = None
     show_output: bool = False
     resume_from: str = ""
     allow_changes: bool = False

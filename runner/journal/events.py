@@ -111,6 +111,21 @@ class BestModel(Event, name="best_model"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NothingSaved(Event, name="nothing_saved"):
+    """A program trains, and nothing of it is saved.
+
+    Attributes:
+        reason: Why not.
+    """
+
+    reason: str
+
+    def describe(self) -> str:
+        """Say so, with where to read what helps."""
+        return f"nothing is saved: {self.reason}; see docs/guides/frameworks.md"
+
+
+@dataclass(frozen=True, kw_only=True)
 class HangFound(Event, name="hang"):
     """Ranks sent no heartbeat within their deadline.
 

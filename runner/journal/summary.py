@@ -29,6 +29,7 @@ from runner.journal.events import (
     Entry,
     LeaderChanged,
     Malformed,
+    NothingSaved,
     Progress,
     RunEnded,
     RunStarted,
@@ -95,6 +96,7 @@ class RunSummary:
         leader: Node rank of the node that leads in place of the first one; None if none has had to.
         slow: Which ranks compute more slowly than the others now; None if there are none.
         resumes: How often training has resumed.
+        unsaved: That nothing of the program is saved, and why; None where something is.
         repetitions: How the steps that were recomputed compare, oldest first.
         node_changes: What each change of the nodes has cost, oldest first.
         committed: Committed steps, in the order of their commits.
@@ -126,6 +128,7 @@ class RunSummary:
     leader: int | None = None
     slow: SlowRanks | None = None
     resumes: int = 0
+    unsaved: NothingSaved | None = None
     repetitions: list[StepsRepeated] = field(default_factory=list)
     node_changes: list[NodeChange] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
@@ -209,12 +212,14 @@ def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of eve
             run.slow = found if found.ranks else None
         case Resumed():
             run.resumes += 1
+        case NothingSaved() as found:
+            run.unsaved = found
         case StepsRepeated() as compared:
             run.repetitions.append(compared)
         case LeaderChanged(node=node):
             run.leader = node
         case TrainingStarted() as started:
-            run.step, run.total_steps = started.step, started.total_steps
+            run.step, run.total_steps, run.unsaved = started.step, started.total_steps, None
         case Log() as log:
             run.step, run.last_loss = max(run.step, log.step), log.loss
             run.first_loss = run.last_loss if run.first_loss is None else run.first_loss
@@ -313,6 +318,8 @@ def render(run: RunSummary, places: dict[str, str]) -> str:
         why = f", the last one: {run.last_failed_commit}" if run.failed_commits else ""
         lines.append(f"               {run.skipped_snapshots} skipped, {run.failed_commits} failed{why}")
     lines += [f"               quarantined: {kept}" for kept in run.quarantined]
+    if run.unsaved is not None:
+        lines.append(f"               {run.unsaved.describe()}")
     lines.append(f"  lost work    {run.lost_steps} steps, {run.time_by_cause.get(LOST, 0.0):.1f} s")
     if run.resumes or run.repetitions:
         lines.append(f"  repeated     {describe_repetitions(run)}")

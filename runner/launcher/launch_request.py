@@ -17,6 +17,7 @@ from runner.config.load import TORCHRUN_VARIABLES
 from runner.config.schema import Config
 from runner.journal.attempts import AttemptSpec, Job
 from runner.journal.run_directory import RunDirectory
+from runner.program.program import Program
 from runner.system.processes import PRELOAD_ENV, RUN_ID_ENV
 
 # Names of packages that import neither transformers nor trl, besides the standard library.
@@ -33,12 +34,12 @@ _OF_TRAINER = ("transformers.trainer", "datasets", "checkpointing.transformers",
 _OF_LOOP = ("checkpointing.manager.manager",)
 
 
-def modules_to_preload(script: str | None) -> tuple[str, ...]:
-    """Return the modules to load before ranks are forked, for a user's script; None is the bundled job."""
-    if script is None:
+def modules_to_preload(program: Program | None) -> tuple[str, ...]:
+    """Return the modules to load before ranks are forked, for a user's program; None is the bundled job."""
+    if program is None or (file := program.file) is None:
         return EVERYTHING
     try:
-        found = set(_imported(Path(script)))
+        found = set(_imported(file))
     except (OSError, ValueError, SyntaxError, RecursionError):
         return EVERYTHING
     packages = {name.partition(".")[0] for name in found} - sys.stdlib_module_names - _LIGHT - {"checkpointing"}
@@ -166,8 +167,8 @@ def launch_request(
             "accelerators": accelerators,
             # A checkpoint that a stock Trainer wrote need not hold every weight.
             "resumes": (spec.attempt > 1 or committed_step >= 0) and not settings.resume_from,
-            "script": job.script,
-            "args": list(job.args),
+            "resilient": config.resume.resilient,
+            "program": job.program.to_json() if job.program is not None else None,
         },
     }
 

@@ -9,7 +9,7 @@ from checkpointing.agent.protocol import Message
 from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.config.schema import Config
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
-from runner.journal.events import BestModel, RankStarted, Record
+from runner.journal.events import BestModel, NothingSaved, RankStarted, Record
 from runner.node.agent_events import AgentEvents
 from runner.node.attempt_end import GracefulStop, failure_of, storage_failed
 from runner.node.hang_check import HangCheck, LauncherCheck, dump_stacks
@@ -25,6 +25,7 @@ from runner.ranks.watch import (
     RankWatch,
     Started,
     StopSignal,
+    UnprotectedProgram,
 )
 from runner.ranks.watchdog import Watchdog
 from runner.recovery.failure import Failure
@@ -103,7 +104,7 @@ class Attempt:
         )
         self._relay = OutputRelay(display.pass_on) if job.show_output else None
         self.hangs = HangCheck(
-            Watchdog(config.restart, watch_start=job.script is None, now=now),
+            Watchdog(config.restart, watch_start=job.program is None, now=now),
             ranks=self.ranks,
             helpers=helpers,
             display=display,
@@ -132,6 +133,10 @@ class Attempt:
                 self.ranks.errors[rank] = (message.error, message.frame, message.transient)
             case StopSignal(rank=rank):
                 self.graceful.signalled.add(rank)
+            case UnprotectedProgram(reason=reason):
+                found = NothingSaved(reason=reason)
+                self._record(found)
+                self._display.message(found.describe())
             case BestModelWritten(step=step):
                 self._record(BestModel(step=step))
 

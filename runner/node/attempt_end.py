@@ -81,8 +81,8 @@ class GracefulStop:
                 f"it may not finish; step {self._checkpoints.committed_step} is safe. A longer --grace or a "
                 "checkpoint.local_tier gives it time"
             )
-        # A script that does not use our checkpoints is stopped as torchrun would stop it.
-        if self._job.script is not None and all(beat.phase is Phase.STARTING for beat in self._heartbeats()):
+        # A program that does not use our checkpoints is stopped as torchrun would stop it.
+        if not self.saves:
             self.script_signalled = True
             self._ranks.kill(signal.SIGTERM)
 
@@ -92,6 +92,11 @@ class GracefulStop:
             self._is_saved = self._helpers.request_agent("commit_newest")
 
     @property
+    def saves(self) -> bool:
+        """Whether the ranks save when they are asked to stop: the bundled job, and programs that have begun to."""
+        return self._job.program is None or any(beat.phase is not Phase.STARTING for beat in self._heartbeats())
+
+    @property
     def is_training(self) -> bool:
         """Whether some rank of this node has begun to take steps."""
         return any(beat.phase not in (Phase.STARTING, Phase.RESTORING) for beat in self._heartbeats())
@@ -99,7 +104,7 @@ class GracefulStop:
     @property
     def worthwhile(self) -> bool:
         """Whether waiting can save anything: a training loop runs, or a script that may handle the signal itself."""
-        return self.is_training or (self._job.script is not None and bool(self._ranks.pidfds))
+        return self.is_training or (self._job.program is not None and bool(self._ranks.pidfds))
 
 
 def storage_failed(failed_saves: tuple[int, str], limit: int | None) -> bool:

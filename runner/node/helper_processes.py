@@ -22,6 +22,7 @@ from runner.config.schema import Config
 from runner.errors import LaunchDelayed, LaunchError
 from runner.journal.run_directory import RunDirectory
 from runner.launcher.launch_request import launcher_environment, modules_to_preload
+from runner.program.program import Program
 from runner.system import processes
 
 # Seconds for the agent's answer; it listens already.
@@ -161,7 +162,7 @@ class LauncherHelper(HelperProcess):
 class HelperStarter:
     """Starts checkpoint agents and launchers as configured, each with a temporary folder of its own in `runtime`.
 
-    The agent commits if this node leads the run by then; ranks run `script`, or the bundled job.
+    The agent commits if this node leads the run by then; ranks run `program`, or the bundled job.
     """
 
     def __init__(
@@ -171,10 +172,10 @@ class HelperStarter:
         run_id: str,
         runtime: Path,
         leads: Callable[[], bool],
-        script: str | None = None,
+        program: Program | None = None,
     ) -> None:
         self._config, self._directory, self._run_id, self._runtime = config, directory, run_id, runtime
-        self._leads, self._script = leads, script
+        self._leads, self._program = leads, program
 
     def start_agent(self, cancelled: Callable[[], bool]) -> AgentHelper:
         """Start a checkpoint agent; the start is given up once `cancelled()`, which is called meanwhile."""
@@ -195,7 +196,7 @@ class HelperStarter:
         """Start a launcher."""
         # Processes of a node are found by the identity of its own folder, also if the run's identity is the leader's.
         mark = processes.mark(self._directory.run_id(), self._config.launch.node_rank)
-        environment = launcher_environment(self._config, mark, modules_to_preload(self._script), os.environ)
+        environment = launcher_environment(self._config, mark, modules_to_preload(self._program), os.environ)
         return LauncherHelper(environment, self._directory.logs / "launcher.log", self._folder())
 
     def _folder(self) -> Path:

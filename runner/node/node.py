@@ -80,7 +80,7 @@ class Node:
         self._build_locks = BuildLocks(os.environ, display.message)
         # Whether ranks are fresh interpreters instead of forks of a preloaded one.
         self._cold = config.launch.cold
-        starter = starter or HelperStarter(config, directory, run_id, runtime, lambda: self.leads, job.script)
+        starter = starter or HelperStarter(config, directory, run_id, runtime, lambda: self.leads, job.program)
         self._helpers = Helpers(
             start_agent=starter.start_agent,
             start_launcher=starter.start_launcher,
@@ -127,7 +127,7 @@ class Node:
 
     def prepare(self) -> None:
         """Have the data of the bundled job prepared, if nothing is yet; `is_warm` says when that is over."""
-        if self._job.script is None and not self._cold and not is_sealed(self._directory.cache):
+        if self._job.program is None and not self._cold and not is_sealed(self._directory.cache):
             self._helpers.prepare(preparation(self._config, self._directory))
 
     @property
@@ -187,6 +187,11 @@ class Node:
     def is_training(self) -> bool:
         """Whether the ranks of the running attempt take steps."""
         return self._attempt is not None and self._attempt.graceful.is_training
+
+    @property
+    def saves(self) -> bool:
+        """Whether the ranks of the running attempt save when they are asked to stop; True without one."""
+        return self._attempt is None or self._attempt.graceful.saves
 
     def pause_attempt(self) -> None:
         """End the running attempt at a step boundary, on all nodes; its last step is committed before."""

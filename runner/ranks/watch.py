@@ -86,7 +86,15 @@ class BestModelWritten(_Message):
     step: _Count
 
 
-RankMessage = Started | Done | PreemptedRank | Failed | StopSignal | BestModelWritten
+class UnprotectedProgram(_Message):
+    """A program trains, and nothing of it is saved."""
+
+    event: Literal["unprotected"]
+    rank: _Count
+    reason: _Text
+
+
+RankMessage = Started | Done | PreemptedRank | Failed | StopSignal | BestModelWritten | UnprotectedProgram
 _ANY_MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(discriminator="event")])
 
 

@@ -10,16 +10,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import xxhash
+import yaml
 
 from checkpointing.host.threads import in_background
 from runner.config.schema import Config
+from runner.errors import UsageError
+from runner.program.nested_launchers import launcher_of, unnested
+from runner.program.program import Program
 
 RECORD_NAME = "job.json"
 _VERSION = 1
@@ -79,6 +84,14 @@ _NUM_PIECES, _PIECE_BYTES = 64, 1024 * 1024
 # Seconds for a server's answer about a file; without it the file's name identifies the data.
 _PATIENCE_S = 5.0
 _CONTENT = " content"
+# Files of settings among the arguments; larger ones are data.
+_SETTINGS_BYTES = 1024 * 1024
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": yaml.safe_load,
+    ".yml": yaml.safe_load,
+    ".json": json.loads,
+    ".toml": tomllib.loads,
+}
 _SHOWN_CHARACTERS, _SHOWN_DIFFERENCES = 40, 6
 
 
@@ -152,9 +165,10 @@ def differences(old: JobIdentity, new: JobIdentity) -> list[str]:
         return [_change("job", old.what, new.what)]
     found: list[str] = []
     changed: set[str] = set()
+    names_only = _files_known_by_name(old, new)
     for name in dict.fromkeys([*new.what, *old.what]):
         before, after = old.what.get(name), new.what.get(name)
-        if before == after:
+        if before == after or name.partition(".")[0] in names_only:
             continue
         subject = name.removesuffix(_CONTENT)
         if subject == name:
@@ -165,33 +179,100 @@ def differences(old: JobIdentity, new: JobIdentity) -> list[str]:
     return found
 
 
+def _files_known_by_name(old: JobIdentity, new: JobIdentity) -> set[str]:
+    """Return the arguments of which an older version has recorded a file's name, and not its contents."""
+    before, now = ({name.partition(".")[0] for name in [*job.what, *job.settings] if "." in name} for job in (old, new))
+    return {name for name in now - before if name in old.what and name.startswith(("--", "arguments"))}
+
+
 def summarised(texts: Sequence[str]) -> str:
     """Return differences as one text, without those after the sixth."""
     shown = "; ".join(texts[:_SHOWN_DIFFERENCES])
     return shown + (f"; and {len(texts) - _SHOWN_DIFFERENCES} more" if len(texts) > _SHOWN_DIFFERENCES else "")
 
 
-def identify(config: Config, script: str | None = None, arguments: Sequence[str] = ()) -> JobIdentity:
-    """Return the identity of a job: of the configured one, or of a user's script and its arguments."""
-    return _identify_script(Path(script), arguments) if script is not None else _identify_configured(config)
+def identify(config: Config, program: Program | None = None) -> JobIdentity:
+    """Return the identity of a job: of the configured one, or of a user's program and its arguments.
+
+    Raises:
+        UsageError: A file of settings among the arguments of a launcher cannot be read.
+    """
+    return _identify_program(program) if program is not None else _identify_configured(config)
 
 
-def _identify_script(script: Path, arguments: Sequence[str]) -> JobIdentity:
-    what: dict[str, Any] = {"job": f"script {script.name}"}
-    _add_content(what, script.name, digest_of_file(script))
+def _identify_program(program: Program) -> JobIdentity:
+    nested = unnested(program, {})
+    launched, launcher = nested.inner or program, launcher_of(program)
+    what: dict[str, Any] = {"job": f"{launched.kind} {launched.label}"}
+    if launched.file is not None:
+        _add_content(what, launched.label, digest_of_file(launched.file))
     settings: dict[str, Any] = {}
+    if nested.inner is not None and launcher is not None:
+        own = program.args[: len(program.args) - len(launched.args) - 1]
+        ranks = {*launcher.options, launcher.config, "module", "m"}
+        _add_arguments(what, settings, own, f"{program.label} ", without=ranks)
+    known = launcher_of(launched) is not None
+    _add_arguments(what, settings, launched.args, "", without=launcher.options if launcher else (), is_known=known)
+    return JobIdentity(what, settings)
+
+
+def _add_arguments(
+    what: dict[str, Any],
+    settings: dict[str, Any],
+    arguments: Sequence[str],
+    prefix: str,
+    *,
+    without: Collection[str | None] = (),
+    is_known: bool = False,
+) -> None:
+    """Add a program's arguments; of files of settings their contents, whatever they are called.
+
+    Args:
+        what: Takes what makes it another job.
+        settings: Takes what may change.
+        arguments: The arguments.
+        prefix: In front of their names.
+        without: Options that do not count.
+        is_known: Whether the program reads files of settings, which must be sound.
+    """
     positional: list[str] = []
     for name, value in parse_arguments(arguments):
+        if name is not None and (name in without or _SECRET.fullmatch(name)):
+            continue
+        label = prefix + (f"--{name}" if name is not None else "arguments")
+        found = _settings_in(str(value), is_known=is_known) if value is not True else None
+        if found is not None:
+            for key, one in _flat(label, found).items():
+                last = _normalised(key.rpartition(".")[2])
+                if not _SECRET.fullmatch(last):
+                    (settings if last in CHANGEABLE_ARGUMENTS else what)[key] = one
         if name is None:
-            positional.append(str(value))
-        elif not _SECRET.fullmatch(name):
+            positional.append(f"({Path(str(value)).suffix})" if found is not None else str(value))
+        elif found is None:
             # If an option is given twice, both values count.
             target = settings if name in CHANGEABLE_ARGUMENTS else what
-            key = f"--{name}"
-            target[key] = f"{target[key]} {value}" if key in target else value
+            target[label] = f"{target[label]} {value}" if label in target else value
     if positional:
-        what["arguments"] = " ".join(positional)
-    return JobIdentity(what, settings)
+        what[f"{prefix}arguments"] = " ".join(positional)
+
+
+def _settings_in(text: str, *, is_known: bool) -> dict[str, Any] | None:
+    """Return the settings in a file of which an argument is the path; None if it is none."""
+    path = Path(text)
+    try:
+        if path.suffix not in _PARSERS or path.stat().st_size > _SETTINGS_BYTES:
+            return None
+        found = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        if is_known:
+            why = " ".join(str(error).split())
+            raise UsageError(f"{text} is no {path.suffix[1:].upper().replace('YML', 'YAML')}: {why}") from None
+        found = None
+    if isinstance(found, dict):
+        return json.loads(json.dumps(found, default=str)) if found else {}
+    return {"content": digest_of_file(path)}
 
 
 def parse_arguments(arguments: Sequence[str]) -> list[tuple[str | None, str | bool]]:

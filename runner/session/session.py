@@ -25,6 +25,7 @@ from runner.system.event_loop import EventLoop, StopRequest
 from runner.ui.progress import ProgressDisplay
 
 STOP_TEXT = "the ranks take a snapshot, commit and exit; repeat the request to end at once"
+UNSAVED_STOP_TEXT = "nothing of this program is saved so far: it is sent SIGTERM; repeat the request to end at once"
 
 # A socket's path has at most 107 bytes (unix(7)); the longest ones here, multiprocessing's, need 68 below the folder.
 _LONGEST_FOLDER_BYTES = 38
@@ -117,13 +118,18 @@ class Session:
         """Append an event to the journal."""
         self._journal.append(event, self.attempt)
 
-    def announce_stop(self, pass_on: Callable[[str], None] = lambda reason: None) -> None:
-        """Record and print a stop request, once; `pass_on` is called with its reason."""
+    def announce_stop(self, pass_on: Callable[[str], None] = lambda reason: None, *, saves: bool = True) -> None:
+        """Record and print a stop request, once.
+
+        Args:
+            pass_on: Called with its reason.
+            saves: Whether the ranks save before they exit.
+        """
         if not self.stop or self._stop_announced:
             return
         self._stop_announced = True
         self.record(StopRequested(reason=self.stop.reason))
-        self.display.message(f"stop requested ({self.stop.reason}): {STOP_TEXT}")
+        self.display.message(f"stop requested ({self.stop.reason}): {STOP_TEXT if saves else UNSAVED_STOP_TEXT}")
         pass_on(self.stop.reason)
 
     def sleep(self, seconds: float) -> None:

@@ -125,7 +125,7 @@ class Supervisor:
         self._record = RunRecord(config, self._directory, session.run_id, self._identity, is_away=is_away)
         state, counts = self._record.state, self._identity is None or counts_samples(self._identity, self._record.state)
         known = samples_per_step(tiers.catalog) if counts else None
-        self._samples = StepSamples(config, known, state.batch, has_script=bool(self._job.script))
+        self._samples = StepSamples(config, known, state.batch, has_script=self._job.program is not None)
         self._display.state.committed_step = newest if newest >= 0 else None
         session.record(self._record.started(session, newest, self._location_id))
         self._lead.begin(took_over=self._inherited is not None)
@@ -193,7 +193,7 @@ class Supervisor:
         """Wait until all nodes are ready, if their ranks can share the samples of a step."""
         limits = Limits.of(self._config.launch, self._node.shape, self._samples)
         limits.check()
-        if self._job.script is None:
+        if self._job.program is None:
             self._notices.show_learning_rate(limits.max_nodes * limits.local_ranks)
         self._members.gather(limits, has_finished=self._record.has_finished, each_turn=self._lead.check)
 
@@ -229,7 +229,7 @@ class Supervisor:
             batch=state.batch,
             skips_left=self._config.guards.max_skipped_windows - len(state.skipped),
             # A script without this library does not learn of it.
-            can_cut=self._job.script is None or self._used_manager,
+            can_cut=self._job.program is None or self._used_manager,
         )
 
     def _keep_state(self) -> None:
@@ -253,7 +253,7 @@ class Supervisor:
         result = self._node.run_attempt(spec, self._each_turn)
         failure = self._lead.judge(self._members.join(result.failure))
         self._used_manager |= result.used_manager
-        if self._job.script is not None and not self._used_manager and not session.stop:
+        if self._job.program is not None and not self._used_manager and not session.stop:
             self._notices.show_unsaved(failure)
         if result.training_began:
             state.account_for_steps(result.start_step, failure.step or result.start_step)
@@ -263,7 +263,7 @@ class Supervisor:
     def _each_turn(self) -> None:
         """Handle stop requests and other nodes while an attempt runs."""
         self._record.copy_journal(self._node, self._session.monotonic())
-        self._session.announce_stop(self._members.announce_stop)
+        self._session.announce_stop(self._members.announce_stop, saves=self._node.saves)
         if self._samples.learn(
             self._node.checkpoints.batch, len(self._members.nodes) * self._members.limits.local_ranks
         ):

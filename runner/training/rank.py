@@ -9,14 +9,12 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import runpy
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,11 +23,15 @@ from checkpointing.errors import EXIT_PREEMPTED, CheckpointError
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.manager import stop_signal
 from runner.errors import RunnerError
+from runner.program.program import Program
 from runner.recovery.classify import of_its_origin, printable
 from runner.system import processes
+from runner.training.protection import Protection
+from runner.training.user_program import run_program
 
 _MAX_ERROR = 4000
-_AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"
+# Modules whose frames lead to the user's program.
+_RUNNING = {__name__, "runner.training.user_program", "runpy"}
 # Seconds that `send_surely` waits for space in the supervisor's short queue.
 _PATIENCE_S = 2.0
 # Without `LOCAL_RANK`, which would have accelerate begin a process group.
@@ -67,8 +69,9 @@ def run_rank(spec: dict[str, Any]) -> None:
     """Set up the rank and run its job.
 
     Args:
-        spec: `env` (variables to set), `events` (path of the socket), `config` (file), `cache` (folder), `script` and
-            `args` (the user's own script, or None), `resumes` (see `run_job`), `accelerators` (number on this node).
+        spec: `env` (variables to set), `events` (path of the socket), `config` (file), `cache` (folder), `program`
+            (the user's own, or None), `resilient` (as in the configuration), `resumes` (see `run_job`), `accelerators`
+            (number on this node).
     """
     _become_independent()
     processes.be_traceable()
@@ -91,12 +94,13 @@ def run_rank(spec: dict[str, Any]) -> None:
             from checkpointing.process import device
 
             device.check_fork()
-        if spec["script"] is None:
+        if spec["program"] is None:
             from runner.training.job import run_job
 
             run_job(spec["config"], spec["cache"], sender, resumes=spec["resumes"])
         else:
-            _run_script(spec["script"], spec["args"])
+            Protection(spec["resilient"], lambda reason: _report_unprotected(sender, rank, reason)).begin()
+            run_program(Program.from_json(spec["program"]))
     except SystemExit as error:
         if error.code == EXIT_PREEMPTED:
             # An orderly stop, for which the other ranks need time, too.
@@ -107,7 +111,7 @@ def run_rank(spec: dict[str, Any]) -> None:
         raise
     except BaseException as error:
         # torchrun stores the error in a file and prints nothing.
-        print_traceback(error, spec["script"])
+        print_traceback(error, is_own=spec["program"] is not None)
         text, frame = describe(error)
         _report_failure(sender, rank, text, frame, transient=is_transient(error))
         raise
@@ -116,6 +120,12 @@ def run_rank(spec: dict[str, Any]) -> None:
         # under torchrun.
         atexit._run_exitfuncs()
     sender.send_surely("rank_done", rank=rank)
+
+
+def _report_unprotected(sender: EventSender, rank: int, reason: str) -> None:
+    """Send why nothing of a program is saved, from the first rank."""
+    if rank == 0:
+        sender.send_surely("unprotected", rank=rank, reason=reason[:_MAX_ERROR])
 
 
 def _report_failure(sender: EventSender, rank: int, error: str, frame: str | None, *, transient: bool) -> None:
@@ -153,40 +163,6 @@ def _restore_signals() -> None:
     for number in processes.STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _let_children_meet_by_themselves() -> None:
-    """Have ranks that a script makes itself, by multiprocessing, meet at the address that the script says.
-
-    torchrun's variable would have them wait for half an hour for a store there that is the launcher's.
-    """
-    start = BaseProcess.start
-
-    def start_without(self: BaseProcess) -> None:
-        said = os.environ.pop(_AGENT_STORE_ENV, None)
-        try:
-            start(self)
-        finally:
-            if said is not None:
-                os.environ[_AGENT_STORE_ENV] = said
-
-    BaseProcess.start = start_without  # type: ignore[method-assign]
-
-
-def _run_script(script: str, args: list[str]) -> None:
-    """Run a script as torchrun does: as `__main__`, its folder first on the path, its arguments in `sys.argv`."""
-    sys.argv = [script, *args]
-    _let_children_meet_by_themselves()
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # noqa: PTH100, PTH120
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as error:
-        if error.code not in (0, None):
-            raise
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
 
 
 # Connection errors, time-outs and failed name lookups, by their class names in requests, urllib3, httpx, aiohttp,
@@ -285,13 +261,13 @@ def _http_status(error: BaseException) -> int | None:
     return found if isinstance(found, int) and 100 <= found < 600 else None
 
 
-def print_traceback(error: BaseException, script: str | None) -> None:
+def print_traceback(error: BaseException, *, is_own: bool) -> None:
     """Print a traceback on standard error, as Python itself would.
 
-    Errors of the runner and of checkpointing explain themselves, so only their message is printed. Frames before the
-    first one of the user's script belong to the runner and are left out.
+    Errors of the runner and of checkpointing explain themselves, so only their message is printed. With `is_own`, the
+    program is the user's: frames before its first one belong to the runner and are left out.
     """
-    trace = _from_script(error.__traceback__, script) if script is not None else error.__traceback__
+    trace = _from_program(error.__traceback__) if is_own else error.__traceback__
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         if isinstance(error, (CheckpointError, RunnerError)):
@@ -302,11 +278,11 @@ def print_traceback(error: BaseException, script: str | None) -> None:
         sys.stderr.flush()
 
 
-def _from_script(trace: TracebackType | None, script: str) -> TracebackType | None:
-    start = trace
-    while start is not None:
-        if Path(start.tb_frame.f_code.co_filename) == Path(script):
-            return start
-        start = start.tb_next
-    # Without a frame of the script it could not be compiled, and the error names the place.
-    return None
+def _from_program(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first frame on that is neither the runner's nor of what runs a file.
+
+    None without one: the program could not be compiled, and the error names the place.
+    """
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _RUNNING:
+        trace = trace.tb_next
+    return trace

@@ -93,6 +93,8 @@ def _add_progress(facts: Table, run: RunSummary, now: float) -> None:
 def _add_trouble(facts: Table, run: RunSummary) -> None:
     if run.failed_commits:
         facts.add_row("failed saves", Text(f"{run.failed_commits}, the last one: {run.last_failed_commit}", "yellow"))
+    if run.unsaved is not None:
+        facts.add_row("unprotected", Text(run.unsaved.describe(), "yellow"))
     for tier, stuck in run.stuck.items():
         text = f"{len(stuck.steps)} checkpoints ({tier}), {stuck.held_bytes / 1e9:,.1f} GB: {stuck.error}"
         facts.add_row("not removed", Text(text, "yellow"))

@@ -29,6 +29,7 @@ from runner.journal.journal import Journal
 from runner.journal.run_directory import RunDirectory
 from runner.lease.leadership import Inherited
 from runner.lease.lease import LeaseRecord
+from runner.program.program import Program
 from runner.session import preflight
 from runner.system.event_loop import StopRequest
 from runner.ui import prometheus
@@ -114,11 +115,7 @@ def test_a_script_runs_under_the_supervisor(runs: Runs, tmp_path: Path) -> None:
     assert result.exit_code == 0 and "runner: finished" in result.output, result.output
     [(role, given)] = runs.started
     assert role == "supervisor" and given.location_id is not None
-    assert (given.job.script, given.job.args, given.job.show_output) == (
-        str(tmp_path / "train.py"),
-        ("--lr", "3"),
-        True,
-    )
+    assert given.job.program == Program("script", str(tmp_path / "train.py"), ("--lr", "3")) and given.job.show_output
     config = given.session.config
     assert (config.restart.grace_s, config.restart.max_restarts) == (5.0, 3)
     # A later session finds the same paths.

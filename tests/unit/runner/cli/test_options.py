@@ -38,7 +38,7 @@ def test_options_of_a_script_keep_their_spelling() -> None:
         cli.commands["start"].make_context("start", arguments, parent=parent) as context,
     ):
         assert context.params["max_restarts"] == 1
-        assert (context.params["script"], context.params["args"]) == ("train.py", ("--my_option", "a_b"))
+        assert (context.params["program"], context.params["args"]) == ("train.py", ("--my_option", "a_b"))
 
 
 def test_the_former_name_of_nnodes_is_accepted_by_plan(monkeypatch: pytest.MonkeyPatch) -> None:

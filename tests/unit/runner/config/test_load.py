@@ -10,6 +10,7 @@ import pytest
 
 from runner.config.load import CONFIG_VARIABLES, load_config, settings_from_environment
 from runner.config.schema import Config
+from runner.program.program import Program
 
 
 def test_variables_that_are_unset_or_empty_set_nothing() -> None:
@@ -48,4 +49,4 @@ def test_a_script_needs_no_package_that_it_does_not_use(monkeypatch: pytest.Monk
         return None if name in ("transformers", "trl") else find(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", missing)
-    assert load_config(None, {}, script="/x/train.py").trainer == {}
+    assert load_config(None, {}, program=Program("script", "/x/train.py")).trainer == {}

@@ -12,6 +12,7 @@ from runner.config import trainer_options
 from runner.config.load import load_config, parse_setting
 from runner.config.schema import DEFAULT_CONFIG, CheckpointConfig, ModelConfig, Section
 from runner.errors import UsageError
+from runner.program.program import Program
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -206,19 +207,19 @@ def test_a_hub_set_may_have_a_split_for_evaluations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "environment", "script"),
+    ("settings", "environment", "program"),
     [
         (["model.name_or_path=org/model"], {}, None),
         (["model={name_or_path: org/model}"], {}, None),
         ([], {"MODEL_NAME": "org/model"}, None),
         (["data.path=org/set", "model.config={hidden_size: 8}"], {}, None),
-        ([], {}, "train.py"),
+        ([], {}, Program("script", "train.py")),
     ],
 )
 def test_naming_a_model_data_or_script_leaves_nothing_of_the_bundled_job(
-    settings: list[str], environment: dict[str, str], script: str | None
+    settings: list[str], environment: dict[str, str], program: Program | None
 ) -> None:
-    config = load_config(None, environment, [parse_setting(text) for text in settings], script=script)
+    config = load_config(None, environment, [parse_setting(text) for text in settings], program=program)
     assert config.trainer == {} and "num_hidden_layers" not in config.model.config
     assert config.model.vocab_size == ModelConfig().vocab_size
 
@@ -237,29 +238,31 @@ def test_a_job_without_a_model_is_refused(text: str | None, settings: list[str],
         load_config(path, {}, overrides)
     # A run that exists is only looked at; a script brings its own model.
     load_config(path, {}, overrides, needs_data=False)
-    load_config(path, {}, overrides, script="train.py")
+    load_config(path, {}, overrides, program=Program("script", "train.py"))
 
 
 @pytest.mark.parametrize(
-    ("path", "settings", "script", "folder"),
+    ("path", "settings", "program", "folder"),
     [
         (None, [], None, "runs/default"),
         (str(DEFAULT_CONFIG), [], None, "runs/default"),
         ("qwen2.5-7b.yaml", [], None, "runs/qwen2.5-7b"),
-        ("job.yaml", [], "some/where/train.py", "runs/train"),
-        (None, [], "train.py", "runs/train"),
+        ("job.yaml", [], Program("script", "some/where/train.py"), "runs/train"),
+        (None, [], Program("script", "train.py"), "runs/train"),
+        (None, [], Program("module", "package.train"), "runs/package-train"),
+        (None, [], Program("command", "/venv/bin/llamafactory-cli"), "runs/llamafactory-cli"),
         (None, ["model.name_or_path=Qwen/Qwen2.5-7B"], None, "runs/Qwen2.5-7B"),
         (None, ["model.config={hidden_size: 8}", "data.path=org/set"], None, "runs/set"),
-        (None, ["output_dir=elsewhere"], "train.py", "elsewhere"),
+        (None, ["output_dir=elsewhere"], Program("script", "train.py"), "elsewhere"),
     ],
 )
 def test_the_default_folder_is_named_after_the_job(
-    path: str | None, settings: list[str], script: str | None, folder: str, tmp_path: Path
+    path: str | None, settings: list[str], program: Program | None, folder: str, tmp_path: Path
 ) -> None:
     if path is not None and not Path(path).is_absolute():
         path = str(tmp_path / path)
         Path(path).write_text(MODEL)
-    config = load_config(path, {}, [parse_setting(text) for text in settings], script=script)
+    config = load_config(path, {}, [parse_setting(text) for text in settings], program=program)
     assert config.output_dir == folder
 
 

@@ -20,6 +20,7 @@ from runner.launcher.launch_request import (
     modules_to_preload,
 )
 from runner.peers.messages import Begin, read_by_member
+from runner.program.program import Program
 
 ROOT = Path(__file__).parents[4]
 
@@ -123,7 +124,7 @@ def choice(folder: Path, text: str, **others: str) -> tuple[str, ...]:
         path = folder / f"{name.replace('__in__', '/')}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(content)
-    return modules_to_preload(str(folder / "train.py"))
+    return modules_to_preload(Program("script", str(folder / "train.py")))
 
 
 def test_the_bundled_job_needs_everything() -> None:
@@ -189,11 +190,11 @@ def test_files_in_the_scripts_folder_are_read_too(tmp_path: Path) -> None:
 
 
 def test_a_script_that_cannot_be_read_is_no_error_here(tmp_path: Path) -> None:
-    assert modules_to_preload(str(tmp_path / "none.py")) == EVERYTHING
+    assert modules_to_preload(Program("script", str(tmp_path / "none.py"))) == EVERYTHING
     (tmp_path / "latin.py").write_bytes(b"name = '\xff'")
-    assert modules_to_preload(str(tmp_path / "latin.py")) == EVERYTHING
+    assert modules_to_preload(Program("script", str(tmp_path / "latin.py"))) == EVERYTHING
 
 
 def test_the_examples_start_fast() -> None:
-    assert modules_to_preload(str(ROOT / "docs" / "examples" / "loop.py")) == _OF_LOOP
-    assert modules_to_preload(str(ROOT / "docs" / "examples" / "hf_trainer.py")) == _OF_TRAINER
+    assert modules_to_preload(Program("script", str(ROOT / "docs" / "examples" / "loop.py"))) == _OF_LOOP
+    assert modules_to_preload(Program("script", str(ROOT / "docs" / "examples" / "hf_trainer.py"))) == _OF_TRAINER

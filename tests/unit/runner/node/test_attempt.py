@@ -26,6 +26,7 @@ from runner.journal.events import BestModel, RankStarted
 from runner.node.agent_events import AgentEvents
 from runner.node.attempt import Attempt
 from runner.node.helpers import Helpers
+from runner.program.program import Program
 from runner.ranks.watch import BestModelWritten, Done, Failed, PreemptedRank, RankMessage, Started, StopSignal
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
@@ -186,7 +187,7 @@ def test_a_stop_before_training_has_begun_waits_for_nothing() -> None:
 
 
 def test_a_script_without_checkpoints_is_told_to_stop_as_torchrun_would_tell_it() -> None:
-    bench = Bench(job=Job(script="train.py"))
+    bench = Bench(job=Job(Program("script", "train.py")))
     bench.ranks.start(0, 1)
     bench.agent.beats = [beat(Phase.STARTING, beats=0), beat(Phase.STARTING, beats=0)]
     bench.stop.ask("SIGTERM")

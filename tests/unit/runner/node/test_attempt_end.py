@@ -15,6 +15,7 @@ from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.journal.attempts import Job
 from runner.node.agent_events import AgentEvents
 from runner.node.attempt_end import GracefulStop, failure_of, storage_failed
+from runner.program.program import Program
 from runner.recovery.classify import RankEnd
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
@@ -31,7 +32,7 @@ class Bench:
         self.checkpoints = AgentEvents(display, lambda event: None)
         helpers: Any = self
         self.graceful = GracefulStop(
-            Job(script),
+            Job(Program("script", script) if script is not None else None),
             30.0,
             ranks=self.ranks,
             helpers=helpers,

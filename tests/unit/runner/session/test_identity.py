@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.config.schema import Config, DataConfig, MethodConfig, ModelConfig
+from runner.program.program import Program
 from runner.session import identity
 from runner.session.identity import (
     CHANGEABLE_OPTIONS,
@@ -186,7 +187,7 @@ def script(folder: Path, text: str = "print()\n", name: str = "train.py") -> str
 
 
 def of_script(path: str, *arguments: str) -> JobIdentity:
-    return identify(Config(), path, arguments)
+    return identify(Config(), Program("script", path, arguments))
 
 
 def test_a_script_is_known_by_name_content_and_arguments(tmp_path: Path) -> None:

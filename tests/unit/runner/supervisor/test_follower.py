@@ -29,6 +29,7 @@ from runner.peers.messages import (
     StopRun,
     Welcome,
 )
+from runner.program.program import Program
 from runner.ranks.watch import RankEvents
 from runner.recovery.kinds import FailureKind
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
@@ -100,7 +101,7 @@ class Bench:
         watch: Any = self.watch
         self.follower = Follower(
             self.session,
-            Job(script),
+            Job(Program("script", script) if script is not None else None),
             identity=OURS,
             takeover=Takeover(self.session, watch, self._lead),
             build_node=self._build_node,

@@ -17,6 +17,7 @@ from checkpointing.storage.sidecars import LocalSidecars
 from runner.errors import CheckpointsMissing, ExitCode, RunnerError, UsageError
 from runner.journal.attempts import Job
 from runner.journal.journal import Journal
+from runner.program.program import Program
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.restart_state import RestartState, RunnerProcess
@@ -109,7 +110,8 @@ def test_the_next_attempt_continues_the_state(tmp_path: Path) -> None:
     state = bench.record.state
     state.skipped, state.lost_steps, state.reached = [(5, 9), (12, 12)], 4, 40
     bench.session.attempt = 3
-    job, limits = Job("train.py", resume_from="/from", allow_changes=True), Limits(1, 4, local_ranks=2)
+    job = Job(Program("script", "train.py"), resume_from="/from", allow_changes=True)
+    limits = Limits(1, 4, local_ranks=2)
     spec = bench.record.next_spec(bench.session, {0, 1}, job, limits)
     assert (spec.attempt, spec.nnodes, spec.skipped, spec.lineage) == (3, 2, "5-9,12-12", "run")
     assert (spec.lost_steps, spec.reached, spec.resume_from, spec.allow_changes) == (4, 40, "/from", True)

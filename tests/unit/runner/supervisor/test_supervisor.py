@@ -21,6 +21,7 @@ from runner.journal.events import AttemptEnded, Backoff, RunEnded, StepsSkipped
 from runner.lease.lease import Lease, LeaseRecord, newest_lease, take
 from runner.node import health_check
 from runner.peers.messages import Finish
+from runner.program.program import Program
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, Restart, Stop
@@ -52,7 +53,11 @@ class Bench:
         self.drained = True
         self.committed_step = -1
         self.supervisor = Supervisor(
-            self.session, Job(script), build_node=self._build_node, identity=identity, location_id="here"
+            self.session,
+            Job(Program("script", script) if script is not None else None),
+            build_node=self._build_node,
+            identity=identity,
+            location_id="here",
         )
 
     def _build_node(self, *_: object, **options: Any) -> Any:
@@ -533,10 +538,10 @@ def test_a_node_shares_what_its_session_has(tmp_path: Path) -> None:
     def build(*arguments: Any, **options: Any) -> Any:
         made.append((arguments, options))
 
-    make_node(session, Job("train.py"), "leaders-run", build=build)
-    make_node(session, Job("train.py"), "leaders-run", record=made.append, build=build)
+    make_node(session, Job(Program("script", "train.py")), "leaders-run", build=build)
+    make_node(session, Job(Program("script", "train.py")), "leaders-run", record=made.append, build=build)
     (arguments, options), (_, others) = made
-    assert arguments == (session.config, session.directory, Job("train.py"), "leaders-run")
+    assert arguments == (session.config, session.directory, Job(Program("script", "train.py")), "leaders-run")
     assert options["loop"] is session.loop and options["record"] == session.record and others["record"] == made.append
 
 

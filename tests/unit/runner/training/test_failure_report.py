@@ -13,7 +13,9 @@ import requests
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from torch.utils.data import DataLoader, Dataset
 
+from runner.program.program import Program
 from runner.training.rank import describe, is_transient, print_traceback
+from runner.training.user_program import run_program
 
 try:
     import httpx2 as httpx
@@ -104,8 +106,10 @@ def test_the_traceback_begins_in_the_users_script(
     script = tmp_path / "train.py"
     script.write_text("def f():\n    raise ValueError('bad thing')\nf()\n")
     with pytest.raises(ValueError, match="bad thing") as caught:
-        exec(compile(script.read_text(), str(script), "exec"), {})
-    print_traceback(caught.value, str(script))
+        run_program(Program("script", str(script)))
+    # The first frame is this test's.
+    assert caught.value.__traceback__ is not None
+    print_traceback(caught.value.with_traceback(caught.value.__traceback__.tb_next), is_own=True)
     told = capsys.readouterr().err
     assert told.startswith("Traceback (most recent call last):\n  File ") and told.endswith("ValueError: bad thing\n")
     assert "test_failure_report" not in told and 'train.py", line 3' in told and 'train.py", line 2' in told

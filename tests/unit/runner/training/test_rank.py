@@ -15,6 +15,7 @@ import pytest
 
 from checkpointing.errors import EXIT_PREEMPTED
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
+from runner.program.program import Program
 from runner.training import rank as module
 from runner.training.rank import run_rank
 
@@ -34,7 +35,8 @@ class Launcher:
         script = self._folder / "train.py"
         script.write_text(text)
         settings = {SETTINGS_ENV: RankSettings(attempt=3).to_json(), **environment}
-        spec = {"env": settings, "events": str(self._folder / "events"), "script": str(script), "args": [*arguments]}
+        program = Program("script", str(script), arguments).to_json()
+        spec = {"env": settings, "events": str(self._folder / "events"), "program": program, "resilient": "off"}
         run_rank({**spec, "config": "", "cache": "", "resumes": False, "accelerators": 0})
 
     def exit(self) -> None:
@@ -171,5 +173,5 @@ def test_a_lost_accelerator_ends_the_rank_before_its_job(launcher: Launcher, mon
     spec = {"env": {SETTINGS_ENV: RankSettings().to_json()}, "events": str(launcher._folder / "events")}
     launcher.events()
     with pytest.raises(RuntimeError, match="re-initialize"):
-        run_rank({**spec, "script": str(launcher._folder / "train.py"), "args": [], "accelerators": 1})
+        run_rank({**spec, "program": Program("script", "train.py").to_json(), "resilient": "off", "accelerators": 1})
     assert launcher.names() == ["rank_started", "rank_failed"]

@@ -1,0 +1,144 @@
+"""Makes trainers resilient in a rank that runs a user's program, and finds out if nothing of it is saved."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from checkpointing.commit.tiers import STAGES
+from runner.errors import ExitCode, RunnerError
+
+# Optimizer steps, and seconds since the first of them, after which a program that saves has begun to.
+_STEPS, _PATIENCE_S = 3, 30.0
+_NOTHING_SEEN = "no Trainer and no CheckpointManager seen"
+
+
+class Unprotected(RunnerError):
+    """Nothing of this training is saved, and `--resilient require` was given."""
+
+    exit_code = ExitCode.DETERMINISTIC
+
+
+class Protection:
+    """What is done for a user's program in one rank.
+
+    Args:
+        mode: `auto`; `require`, with which a program that cannot be protected ends; or `off`, with which trainers stay
+            what they are.
+        report: Takes the reason why nothing is saved, once.
+    """
+
+    def __init__(self, mode: str, report: Callable[[str], None]) -> None:
+        self._mode, self._report = mode, report
+        self._has_reported, self._num_steps = False, 0
+        self._lock = threading.Lock()
+        self._hook: Any = None
+        self._timer = threading.Timer(_PATIENCE_S, self._look)
+        self._timer.daemon = True
+
+    def begin(self) -> None:
+        """Protect trainers from now on, and count the steps of optimizers."""
+        if self._mode != "off":
+            when_imported("transformers.trainer", self._protect_transformers)
+            when_imported("lightning.pytorch.trainer.trainer", self._protect_lightning)
+        when_imported("torch.optim.optimizer", self._watch_optimizers)
+
+    def _protect_transformers(self, module: ModuleType) -> None:
+        from checkpointing.transformers.every_trainer import protect_trainers
+
+        protect_trainers(self._refuse)
+
+    def _protect_lightning(self, module: ModuleType) -> None:
+        from checkpointing.lightning.every_fit import protect_trainers
+
+        protect_trainers()
+
+    def _watch_optimizers(self, module: Any) -> None:
+        self._hook = module.register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._timer.start()
+        if self._num_steps >= _STEPS or STAGES.were_entered:
+            self._hook.remove()
+            self._timer.cancel()
+            self._look()
+            if self._mode == "require" and not STAGES.were_entered:
+                raise Unprotected(self._text(_NOTHING_SEEN))
+
+    def _look(self) -> None:
+        if not STAGES.were_entered:
+            self._say(_NOTHING_SEEN)
+
+    def _refuse(self, reason: str) -> None:
+        """Take the reason why a trainer is not protected.
+
+        Raises:
+            Unprotected: With `require`.
+        """
+        self._say(reason)
+        if self._mode == "require":
+            raise Unprotected(self._text(reason))
+
+    def _say(self, reason: str) -> None:
+        with self._lock:
+            has_reported, self._has_reported = self._has_reported, True
+        if not has_reported:
+            self._report(reason)
+
+    @staticmethod
+    def _text(reason: str) -> str:
+        return f"nothing is saved: {reason}; pass --resilient auto to train all the same"
+
+
+class _ImportHook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Calls a function once a module has been imported.
+
+    Args:
+        name: The module.
+        call: Takes it.
+    """
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name, self._call = name, call
+        self._loader: Any = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module as it would be found without this, and stand before its loader."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        found = importlib.util.find_spec(fullname)
+        if found is not None and found.loader is not None:
+            self._loader, found.loader = found.loader, self
+        return found
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create the module as its loader does."""
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module as its loader does, then call the function."""
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._call(module)
+
+
+def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module: now if it has been imported, or else once it is."""
+    module = sys.modules.get(name)
+    if module is not None:
+        call(module)
+    else:
+        sys.meta_path.insert(0, _ImportHook(name, call))

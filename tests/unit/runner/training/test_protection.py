@@ -1,0 +1,102 @@
+"""Where nothing of a program is saved, that is found within a few steps of its optimizers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing.commit.tiers import TrainingStages
+from runner.training import protection as module
+from runner.training.protection import Protection, Unprotected, when_imported
+
+# The attribute of `torch.optim` is gone once it has been imported.
+OPTIMIZER: Any = importlib.import_module("torch.optim.optimizer")
+
+
+class Rank:
+    def __init__(self, mode: str = "auto") -> None:
+        self.reasons: list[str] = []
+        self.protection = Protection(mode, self.reasons.append)
+        self.protection._watch_optimizers(OPTIMIZER)
+        parameter = torch.nn.Parameter(torch.ones(1))
+        self.optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainingStages]:
+    made = TrainingStages()
+    monkeypatch.setattr(module, "STAGES", made)
+    hooks = OPTIMIZER._global_optimizer_post_hooks
+    before = dict(hooks)
+    yield made
+    hooks.clear()
+    hooks.update(before)
+
+
+def test_a_program_that_saves_nothing_is_named_at_its_third_step_once() -> None:
+    rank = Rank()
+    rank.step(2)
+    assert rank.reasons == []
+    rank.step(3)
+    assert rank.reasons == ["no Trainer and no CheckpointManager seen"]
+
+
+def test_slow_steps_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+    rank = Rank()
+    rank.step(1)
+    rank.protection._timer.join(10)
+    assert rank.reasons == ["no Trainer and no CheckpointManager seen"]
+
+
+def test_a_program_that_saves_is_not_named(stages: TrainingStages) -> None:
+    rank = Rank("require")
+    stages.enter("/somewhere", supervised=True)
+    rank.step(5)
+    rank.protection._timer.join(10)
+    assert rank.reasons == []
+
+
+def test_what_is_required_ends_the_program() -> None:
+    rank = Rank("require")
+    with pytest.raises(Unprotected, match=r"nothing is saved: no Trainer and no .* seen; pass --resilient"):
+        rank.step(3)
+
+
+@pytest.mark.parametrize("mode", ["auto", "require"])
+def test_a_trainer_that_cannot_be_protected_is_named_with_the_reason(mode: str) -> None:
+    rank = Rank(mode)
+    if mode == "require":
+        with pytest.raises(Unprotected, match="FSDP1"):
+            rank.protection._refuse("FSDP1")
+    else:
+        rank.protection._refuse("FSDP1")
+        rank.step(3)
+    assert rank.reasons == ["FSDP1"]
+
+
+def test_what_was_imported_is_given_at_once() -> None:
+    given: list[object] = []
+    when_imported("json", given.append)
+    assert given == [sys.modules["json"]]
+
+
+def test_what_is_imported_later_is_given_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_later.py").write_text("value = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given: list[object] = []
+    when_imported("imported_later", lambda found: given.append(found.value))
+    assert given == []
+    found = importlib.import_module("imported_later")
+    assert given == [3] and found.__spec__ is not None and type(found.__spec__.loader).__name__ == "SourceFileLoader"
+    del sys.modules["imported_later"]
