@@ -112,6 +112,11 @@ class StepRing:
         found = StepRecord.unpack(self._memory[self._place(step)], self._history)
         return found if found is not None and found.step == step else None
 
+    def is_free(self, step: int) -> bool:
+        """Return whether no record, of any history, is where a step's would be."""
+        data = self._memory[self._place(step)]
+        return StepRecord.unpack(data, _RECORD.unpack_from(data)[1]) is None
+
     def records(self) -> dict[int, StepRecord]:
         """Return all records, by step, in order."""
         return parse_records(self._memory, self._history)

@@ -18,8 +18,8 @@ from checkpointing.format.layout import script_state_name
 from checkpointing.manager.tracked import Tracked
 from checkpointing.process import device
 from checkpointing.process.ranks import Ranks
-from checkpointing.process.reachable import attributes_of, reachable, stored_by
-from checkpointing.proof.coverage import Coverage, listed, script_variables
+from checkpointing.process.reachable import attributes_of, is_own_module, reachable, stored_by
+from checkpointing.proof.coverage import Clocks, Coverage, held_by, listed, script_variables
 from checkpointing.snapshot.request import SmallFile
 
 logger = logging.getLogger("checkpointing")
@@ -36,13 +36,16 @@ class ScriptState:
     Attributes:
         roots: Returns further objects to search, by name.
         saved: Returns further objects that are saved, or that do not matter: the search leaves them out.
+        exported: Returns further objects of which a part is saved, each with that part.
     """
 
     def __init__(self, ranks: Ranks, tracked: Tracked, cursors: Callable[[], Collection[LoaderCursor]]) -> None:
         self._ranks, self._tracked, self._cursors = ranks, tracked, cursors
         self.roots: Callable[[], Mapping[str, object]] = dict
         self.saved: Callable[[], Collection[object]] = list
-        self._coverage = Coverage(self._roots, self._covered, without=self._without)
+        self.exported: Callable[[], Collection[tuple[object, Any]]] = list
+        self._coverage = Coverage(self._roots, self._covered, self._without, self._partly)
+        self._looked = Clocks.now()
         self._generators: dict[str, Any] = {}
         self._num_snapshots = 0
 
@@ -50,12 +53,14 @@ class ScriptState:
         """Note how everything is before the first step."""
         self._num_snapshots = 0
         self._coverage.begin()
+        self._looked = Clocks.now()
 
     def look(self, step: int) -> None:
         """At a save: warn of what training has changed and no checkpoint holds; all ranks call this together."""
         found = self._coverage.at_save(step)
         if found is None:
             return
+        self._looked = Clocks.now()
         # A rank may keep something that the others do not.
         everyone = self._ranks.gather(found)
         names = list(dict.fromkeys(name for found in everyone for name in found))
@@ -105,7 +110,7 @@ class ScriptState:
 
     def _roots(self, step: int | None) -> tuple[dict[str, object], set[str]]:
         model = {"model": self._tracked.state.model} if self._tracked.has_training else {}
-        variables, kept = script_variables(step), self._kept_besides()
+        variables, kept = script_variables(step, self._looked), self._kept_besides()
         found, own = {**self.roots(), **model, **kept}, set(kept)
         for name, value in variables.found.items():
             # A variable may have the name of something else.
@@ -148,8 +153,14 @@ class ScriptState:
     def _without(self) -> set[int]:
         state = self._tracked.state
         parts = [state.optimizer, state.torch_optimizer, state.scheduler, state.scaler, state.held_as]
-        others = [one for one in state.states.values() if not isinstance(one, torch.nn.Module)]
+        others = [one for one in state.states.values() if not isinstance(one, torch.nn.Module) and not _is_own(one)]
         return {id(one) for one in [*parts, *others, *self.saved()] if one is not None}
+
+    def _partly(self) -> dict[int, set[str]]:
+        """Return, by the ids of objects of the script's classes, the attributes that their states hold."""
+        own = [one for one in self._tracked.state.states.values() if _is_own(one)]
+        states = [(one, one.state_dict()) for one in own if not isinstance(one, torch.nn.Module)]
+        return {id(one): held_by(one, state) for one, state in [*states, *self.exported()]}
 
     def _covered(self) -> set[int]:
         state = self._tracked.state
@@ -161,3 +172,7 @@ class ScriptState:
         # Those of a loss, say, are saved by the optimizer's order.
         groups = getattr(state.torch_optimizer, "param_groups", None) or ()
         return found | {id(tensor) for group in groups for tensor in group["params"]}
+
+
+def _is_own(value: object) -> bool:
+    return is_own_module(type(value).__module__)

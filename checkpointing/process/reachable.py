@@ -6,14 +6,20 @@ bounded, since what can be reached may be the whole process.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import contextvars
 import dis
 import functools
+import gc
+import itertools
 import sys
 import sysconfig
+import threading
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +35,10 @@ _OURS = ("checkpointing", "runner")
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 # What `vars` of every module has; its tensors are looked at as those of the module.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_HOOKS = tuple(name for name in sorted(_OF_EVERY_MODULE) if name.endswith("_hooks"))
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# Python's own, of which scripts make places to keep things in.
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace, threading.local)
 
 
 class Reached(NamedTuple):
@@ -50,6 +60,7 @@ def reachable(
     without: Collection[int] = (),
     limit: int = MAX_OBJECTS,
     own_roots: Collection[str] = (),
+    partly: Mapping[int, Collection[str]] = types.MappingProxyType({}),
 ) -> Iterator[Reached]:
     """Iterate over the objects that roots hold, the nearest first, each one once.
 
@@ -58,6 +69,7 @@ def reachable(
         without: Ids of objects that are left out, with what only they hold.
         limit: Number of objects after which it ends.
         own_roots: Names of the roots that code of the script keeps.
+        partly: By the id of an object, names of its attributes that are left out.
     """
     waiting = deque(Reached(name, value, name in own_roots) for name, value in roots.items())
     seen = set(without)
@@ -70,13 +82,18 @@ def reachable(
                 continue
             seen.add(id(reached.value))
             kept.append(reached.value)
+            hidden = partly.get(id(reached.value), ())
             # An object of the script may raise anything when it is looked at.
             with contextlib.suppress(Exception):
-                waiting.extend(_parts_of(reached))
+                waiting.extend(part for part in _parts_of(reached) if _attribute(reached, part) not in hidden)
         yield reached
 
 
-def _parts_of(reached: Reached) -> Iterator[Reached]:
+def _attribute(owner: Reached, part: Reached) -> str:
+    return part.path[len(owner.path) + 1 :]
+
+
+def _parts_of(reached: Reached) -> Iterator[Reached]:  # noqa: C901 - A table of kinds.
     """Yield what an object holds itself."""
     path, owner, is_own = reached
     if isinstance(owner, functools.partial):
@@ -95,7 +112,18 @@ def _parts_of(reached: Reached) -> Iterator[Reached]:
     elif isinstance(owner, type):
         # One that serves as a namespace.
         members = vars(owner).items() if is_own_module(owner.__module__) else ()
-        yield from (Reached(f"{path}.{name}", value, True) for name, value in members if _is_data(name, value))
+        yield from (Reached(f"{path}.{name}", value, True) for name, value in members if is_data(name, value))
+    elif isinstance(owner, _NAMESPACES):
+        yield from (Reached(f"{path}.{name}", value, True) for name, value in vars(owner).items())
+    elif isinstance(owner, SynchronizedBase):
+        yield Reached(f"{path}.value", bytes(owner.get_obj()), is_own)
+    elif isinstance(owner, np.random.SeedSequence):
+        yield Reached(f"{path}.n_children_spawned", owner.n_children_spawned, True)
+    elif isinstance(owner, contextvars.ContextVar):
+        yield Reached(f"{path}.get()", owner.get(None), is_own)
+    elif isinstance(owner, functools._lru_cache_wrapper):
+        yield Reached(f"{path}.__wrapped__", owner.__wrapped__)
+        yield from (Reached(f"{path}({number})", value) for number, value in enumerate(_cached_by(owner)))
     elif not isinstance(owner, types.ModuleType) and not _is_left_out(type(owner)):
         yield from _parts_of_object(path, owner)
 
@@ -106,7 +134,18 @@ def _parts_of_object(path: str, owner: Any) -> Iterator[Reached]:
     attributes = attributes_of(owner)
     for name, value in attributes.items():
         yield Reached(f"{path}.{name}", value, all_own or name in stored)
+    if isinstance(owner, torch.nn.Module):
+        yield from _hooks_of(path, owner)
     yield from (Reached(path + name, value, True) for name, value in _parts_of_class(kind, attributes))
+
+
+def _cached_by(function: Any) -> Iterator[Any]:
+    """Yield the results that `functools.lru_cache` holds, which only the garbage collector can reach."""
+    for cache in gc.get_referents(function):
+        if isinstance(cache, dict) and cache is not vars(function):
+            for value in itertools.islice(cache.values(), MAX_ITEMS):
+                # In a bounded cache a link, which refers to the key and the result.
+                yield from gc.get_referents(value) if type(value).__module__ == "functools" else (value,)
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
@@ -141,9 +180,27 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     yield from ((f".{name}", value) for name, value in vars(function).items())
 
 
-def _is_data(name: str, value: object) -> bool:
-    is_code = callable(value) or isinstance(value, (classmethod, staticmethod, property, types.MemberDescriptorType))
-    return not name.startswith("__") and not is_code
+def _hooks_of(path: str, module: torch.nn.Module) -> Iterator[Reached]:
+    """Yield the script's functions that a module and its own parameters call."""
+    places = [(f"{path}.{name}", vars(module).get(name)) for name in _HOOKS]
+    for key, parameter in module._parameters.items():
+        places += [(f"{path}.{key}.{name}", getattr(parameter, name, None)) for name in _HOOKS_OF_TENSORS]
+    for place, hooks in places:
+        for number, hook in enumerate((hooks or {}).values()):
+            inner: Any = getattr(hook, "__func__", getattr(hook, "func", hook))
+            if is_own_module(getattr(inner, "__module__", None) or type(hook).__module__):
+                yield Reached(f"{place}[{number}]", hook)
+
+
+_CODE = (
+    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type),
+    *(classmethod, staticmethod, property, types.MemberDescriptorType),
+)
+
+
+def is_data(name: str, value: object) -> bool:
+    """Return whether what a class or a module has is no code."""
+    return not name.startswith("__") and not isinstance(value, _CODE)
 
 
 def _parts_of_class(kind: type, hidden: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -22,15 +22,25 @@ import torch
 
 from checkpointing.data.generators import GENERATORS
 from checkpointing.files import sharding
-from checkpointing.process.carried import carried_by
-from checkpointing.process.reachable import MAX_ITEMS, SIMPLE, Reached, is_own_module, reachable
+from checkpointing.process.carried import LoopVariables, carried_by, globals_of, named_in_call
+from checkpointing.process.reachable import (
+    MAX_ITEMS,
+    SIMPLE,
+    Reached,
+    attributes_of,
+    is_own_module,
+    reachable,
+    stored_by,
+)
 from checkpointing.state.samples import spread_words
 
 # What is searched, by name, and which of these names the script's own code keeps.
 Roots = Callable[[int | None], tuple[Mapping[str, object], Collection[str]]]
-# Age of a clock's reading that a loop still sets in each step.
-_LONGEST_S = 3600.0
 _WORDS = 8
+# Saves at which it compares: the first ones, since what is made late is found there, and then fewer and fewer.
+_FIRST_SAVES = 8
+# Items of a state dict, and levels of nested containers, that are looked at.
+_MOST_LEAVES, _DEPTH = 1000, 4
 # Reading all tensors of a large frozen module would take seconds.
 _TENSORS_OF_A_MODULE = 16
 _MOST_TEXT = 200
@@ -44,10 +54,17 @@ class Coverage:
         roots: Returns what is searched at a step; None before the first one.
         covered: Returns the ids of modules and tensors that a checkpoint holds; what else they hold is searched.
         without: Returns the ids of objects that are left out, with what they hold.
+        partly: Returns, by the ids of objects, the names of their attributes that a checkpoint holds.
     """
 
-    def __init__(self, roots: Roots, covered: Callable[[], set[int]], without: Callable[[], set[int]]) -> None:
-        self._roots, self._covered, self._without = roots, covered, without
+    def __init__(
+        self,
+        roots: Roots,
+        covered: Callable[[], set[int]],
+        without: Callable[[], set[int]],
+        partly: Callable[[], Mapping[int, Collection[str]]] = dict,
+    ) -> None:
+        self._roots, self._covered, self._without, self._partly = roots, covered, without, partly
         self._before: dict[str, int] | None = None
         self._num_saves = 0
         self._named = set[str]()
@@ -57,7 +74,7 @@ class Coverage:
         self._before, self._num_saves, self._named = self._digests(None), 0, set()
 
     def at_save(self, step: int) -> list[str] | None:
-        """Compare at a save: the first, second, fourth, eighth, and so on.
+        """Compare at a save: the first ones, the sixteenth, the thirty-second, and so on.
 
         Args:
             step: Its step.
@@ -66,28 +83,27 @@ class Coverage:
             The paths of what has changed, which no earlier call has returned; None where nothing was compared.
         """
         self._num_saves += 1
-        if self._num_saves & (self._num_saves - 1):
+        if self._num_saves > _FIRST_SAVES and self._num_saves & (self._num_saves - 1):
             return None
-        found = [path for path in self.changed(step) if path not in self._named]
-        self._named.update(found)
+        found = [path for path in self.changed(step) if _short(path) not in self._named]
+        self._named.update(map(_short, found))
         return found
 
     def changed(self, step: int) -> list[str]:
-        """Return the paths of what has changed since `begin`, or since it was there for the first time."""
+        """Return the paths of what has changed since `begin`, or was not there then."""
         before = self._before
         if before is None:
             return []
         now = self._digests(step)
-        found = [path for path in sorted(before.keys() & now.keys()) if before[path] != now[path]]
         self._before = {**now, **before}
-        return found
+        return [path for path in sorted(now) if before.get(path) != now[path]]
 
     def _digests(self, step: int | None) -> dict[str, int]:
         covered = self._covered()
         roots, own = self._roots(step)
         found: dict[str, int] = {}
-        for reached in reachable(roots, self._without(), own_roots=own):
-            if id(reached.value) in covered:
+        for reached in reachable(roots, self._without(), own_roots=own, partly=self._partly()):
+            if id(reached.value) in covered and not isinstance(reached.value, torch.nn.Module):
                 continue
             digest = _digest(reached, covered)
             if digest is not None:
@@ -95,9 +111,48 @@ class Coverage:
         return found
 
 
+def held_by(owner: object, state: object) -> set[str]:
+    """Return the attributes of an object that its state holds: by their names, or their values.
+
+    Args:
+        owner: The object.
+        state: What its `state_dict` returns, say.
+    """
+    names, values = set[str](), list[Any]()
+    waiting: list[tuple[Any, int]] = [(state, 2)] if isinstance(state, (dict, list, tuple)) else []
+    while waiting:
+        found, depth = waiting.pop()
+        items = found.items() if isinstance(found, dict) else enumerate(found)
+        for name, value in items:
+            names.add(str(name))
+            values.append(value)
+            if depth and isinstance(value, (dict, list, tuple)) and len(value) <= MAX_ITEMS:
+                waiting.append((value, depth - 1))
+    return {
+        name
+        for name, value in attributes_of(owner).items()
+        if name in names or name.lstrip("_") in names or any(_is_same(value, held) for held in values)
+    }
+
+
+def _is_same(value: object, held: object) -> bool:
+    if value is held and not isinstance(value, (int, float, str, type(None))):
+        return True
+    if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor):
+        return value.shape == held.shape and value.device == held.device and bool(torch.equal(value, held))
+    # That two small numbers are equal says nothing.
+    is_telling = isinstance(value, (int, float, str)) and value not in (0, 1, -1, "")
+    return is_telling and type(value) is type(held) and value == held
+
+
+def _short(path: str) -> str:
+    """Return a path with all items of a container as one."""
+    return re.sub(r"(\[\d+\])+$", "[…]", path)
+
+
 def listed(names: list[str]) -> str:
     """Return names for a message, the first few of many; the items of a container are one."""
-    names = list(dict.fromkeys(re.sub(r"(\[\d+\])+$", "[…]", name) for name in names))
+    names = list(dict.fromkeys(map(_short, names)))
     rest = len(names) - _NAMES_IN_A_MESSAGE
     return ", ".join(names[:_NAMES_IN_A_MESSAGE]) + (f", and {rest} more" if rest > 0 else "")
 
@@ -106,9 +161,7 @@ def _digest(reached: Reached, covered: Collection[int]) -> int | None:
     """Return the digest of what an object holds itself; None for what is not compared."""
     value = reached.value
     if isinstance(value, torch.nn.Module):
-        tensors = [*value.parameters(recurse=False), *value.buffers(recurse=False)]
-        tensors = [tensor for tensor in tensors if id(tensor) not in covered]
-        return _of_tensors(tensors) if tensors else None
+        return _of_module(value, covered)
     if isinstance(value, GENERATORS):
         return None  # They are saved.
     # What a library keeps deeper inside, or as its own business, comes and goes.
@@ -117,7 +170,30 @@ def _digest(reached: Reached, covered: Collection[int]) -> int | None:
         return _of_tensors([value]) if own else None
     if isinstance(value, (np.ndarray, np.generic)):
         return _of_array(np.asarray(value)) if own and value.dtype.kind in "biufc" else None
-    return _of_own(value) if reached.is_own else None
+    if reached.is_own:
+        return _of_own(value)
+    return _of_state(value) if own else None
+
+
+def _of_module(module: torch.nn.Module, covered: Collection[int]) -> int | None:
+    """Return the digest of the tensors that no checkpoint holds, and of the numbers that a module has besides."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    numbers = {}
+    # What the script's own code sets is looked at by its name.
+    kind: Any = type(module)
+    stored, _ = stored_by(kind)
+    for name, value in vars(module).items():
+        if name.startswith("_") or name == "training" or name in stored:
+            continue
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (int, float)):
+            numbers[name] = value
+    tensors = [tensor for tensor in tensors if id(tensor) not in covered]
+    digest = zlib.crc32(repr(sorted(numbers.items())).encode()) if numbers else 0
+    if not tensors:
+        return digest if numbers else None
+    return zlib.crc32(_of_tensors(tensors).to_bytes(4, "little"), digest)
 
 
 def _of_own(value: Any) -> int | None:
@@ -127,17 +203,45 @@ def _of_own(value: Any) -> int | None:
     if isinstance(value, Iterator):
         return _of_iterator(value)
     if not isinstance(value, (list, tuple, dict, set, deque)):
-        # That there is something else now.
-        return zlib.crc32(type(value).__qualname__.encode())
+        # That there is something else now, or that it has another state.
+        state = _of_state(value)
+        return zlib.crc32(type(value).__qualname__.encode(), state or 0)
     digest = zlib.crc32(f"{type(value).__qualname__}{len(value)}".encode())
     if len(value) > MAX_ITEMS:
         # The search goes into shorter ones.
         items = itertools.islice(value.values() if isinstance(value, dict) else value, 0, None, len(value) // MAX_ITEMS)
         for item in items:
-            if isinstance(item, torch.Tensor):
-                digest = zlib.crc32(_of_tensors([item]).to_bytes(4, "little"), digest)
-            elif isinstance(item, SIMPLE):
-                digest = zlib.crc32(repr(item)[:_MOST_TEXT].encode(), digest)
+            digest = _of_nested(item, digest, _DEPTH, [_MOST_LEAVES])
+    return digest
+
+
+def _of_state(value: Any) -> int | None:
+    """Return the digest of what an object's `state_dict` returns; None if it has none.
+
+    What has one is meant to be saved: a further scheduler, say.
+    """
+    if isinstance(value, (type, torch.nn.Module)) or not callable(getattr(type(value), "state_dict", None)):
+        return None
+    try:
+        return _of_nested(value.state_dict(), 1, _DEPTH, [_MOST_LEAVES])
+    except Exception:  # of any kind: it is not ours to call
+        return None
+
+
+def _of_nested(value: Any, digest: int, depth: int, left: list[int]) -> int:
+    """Continue a digest with a value; `left` holds how many more are looked at."""
+    left[0] -= 1
+    if isinstance(value, torch.Tensor):
+        return zlib.crc32(_of_tensors([value]).to_bytes(4, "little"), digest)
+    if isinstance(value, np.ndarray):
+        return zlib.crc32(_of_array(value).to_bytes(4, "little"), digest)
+    if isinstance(value, SIMPLE):
+        return zlib.crc32(repr(value)[:_MOST_TEXT].encode(), digest)
+    if isinstance(value, (list, tuple, dict, deque)) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            if left[0] <= 0:
+                break
+            digest = _of_nested(item, digest, depth - 1, left)
     return digest
 
 
@@ -192,48 +296,142 @@ class Variables(NamedTuple):
     own: set[str]
 
 
-def script_variables(step: int | None = None) -> Variables:
+class Clocks(NamedTuple):
+    """What the clocks of a process show: the time of day, and two that count from its machine's start."""
+
+    wall: float
+    precise: float
+    monotonic: float
+
+    @classmethod
+    def now(cls) -> Clocks:
+        """Read them."""
+        return cls(time.time(), time.perf_counter(), time.monotonic())
+
+
+def script_variables(step: int | None = None, since: Clocks | None = None) -> Variables:
     """Return what the loop that calls this keeps in its variables.
 
-    What an iteration sets before it reads it is computed in each step, and left out; so are numbers of steps, and the
-    time of a clock.
+    What an iteration sets before it reads it is computed in each step, and left out; so are the number of the step that
+    the loop passes on, and what a clock has shown.
 
     Args:
         step: Number of the step that has ended; None before the first one, where any variable may be one that a loop
             will carry.
+        since: The clocks when it was last looked; None for now.
     """
-    variables = Variables({}, set())
+    variables, modules = Variables({}, set()), set[str]()
+    clocks = since or Clocks.now(), Clocks.now()
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_own_module(frame.f_globals.get("__name__", "")):
-            carried, used = carried_by(frame)
-            for name, value in _locals_of(frame):
-                if name.startswith("__") or name in variables.found or _is_code(value):
-                    continue
-                is_simple = isinstance(value, SIMPLE)
-                is_own = step is None or (name in carried if is_simple else name in used or name in carried)
-                if is_simple and (not is_own or _counts_steps(value, step) or _is_of_clock(value)):
-                    continue
-                variables.found[name] = value
-                if is_own and (is_simple or isinstance(value, (list, tuple, dict, set, deque, Iterator))):
-                    variables.own.add(name)
+        name = frame.f_globals.get("__name__", "")
+        if is_own_module(name):
+            loop = carried_by(frame)
+            passed = named_in_call(frame.f_code, frame.f_lasti)
+            is_module = frame.f_globals is frame.f_locals
+            named = _named_by_functions(frame.f_globals) if is_module else LoopVariables()
+            for key, value in _locals_of(frame):
+                is_counter = key in passed or not passed
+                _take(variables, key, value, loop, named, step, is_counter=is_counter, clocks=clocks)
+            if is_module:
+                modules.add(name)
+            elif name not in modules:
+                _take_globals(variables, frame, step, clocks)
         frame = frame.f_back
     return variables
 
 
+def _take(
+    variables: Variables,
+    name: str,
+    value: object,
+    loop: LoopVariables,
+    named: LoopVariables,
+    step: int | None,
+    *,
+    is_counter: bool,
+    clocks: tuple[Clocks, Clocks],
+) -> None:
+    """Add a variable, if it is one that a loop keeps something in.
+
+    Args:
+        variables: Takes it.
+        name: Its name.
+        value: Its value.
+        loop: How the loop uses variables.
+        named: How the functions of its module use them, where it is a global one.
+        step: See `script_variables`.
+        is_counter: Whether it may be the number of the step that the loop passes on.
+        clocks: When it was last looked, and now.
+    """
+    if name.startswith("__") or name in variables.found or _is_code(value):
+        return
+    is_used = name in loop.used or name in named.used
+    # Numbers and text are replaced; a tensor, or an array, may be changed where it is.
+    is_simple, is_changed_in_place = isinstance(value, SIMPLE), isinstance(value, (torch.Tensor, np.ndarray))
+    is_own = name in loop.carried or name in named.used
+    if is_changed_in_place or not is_simple:
+        is_own = is_own or (is_used and name not in loop.computed) or _holds_tensors(name, value, loop)
+    is_own = is_own or step is None
+    if is_simple and (not is_own or (is_counter and _counts_steps(value, step)) or _is_of_clock(value, clocks)):
+        return
+    variables.found[name] = value
+    if is_own and (is_simple or isinstance(value, (list, tuple, dict, set, deque, Iterator)) or _has_state(value)):
+        variables.own.add(name)
+
+
+def _holds_tensors(name: str, value: object, loop: LoopVariables) -> bool:
+    """Return whether a list that a loop only appends to is no log: weights that are averaged at the end, say."""
+    if name not in loop.appended or not isinstance(value, (list, deque)) or not value:
+        return False
+    newest = value[-1]
+    items = newest.values() if isinstance(newest, dict) else newest if isinstance(newest, (list, tuple)) else [newest]
+    return any(isinstance(item, torch.Tensor) and item.numel() > 1 for item in items)
+
+
+def _has_state(value: object) -> bool:
+    return callable(getattr(type(value), "state_dict", None))
+
+
+def _named_by_functions(names: Mapping[str, Any]) -> LoopVariables:
+    """Return the global variables that the functions and classes of a module use more than `append` of."""
+    used = frozenset[str]()
+    for value in names.values():
+        members = vars(value).values() if isinstance(value, type) else [value]
+        for member in members:
+            function = getattr(member, "__func__", member)
+            if isinstance(function, types.FunctionType) and function.__globals__ is names:
+                used |= globals_of(function.__code__).used
+    return LoopVariables(used=used)
+
+
+def _take_globals(
+    variables: Variables, frame: types.FrameType, step: int | None, clocks: tuple[Clocks, Clocks]
+) -> None:
+    """Add the global variables that a function names, where its module is not being executed: in a thread, say."""
+    own = globals_of(frame.f_code)
+    named = LoopVariables(used=own.used | (own.appended & _named_by_functions(frame.f_globals).used))
+    for name in sorted(named.used & frame.f_globals.keys()):
+        value = frame.f_globals[name]
+        _take(variables, name, value, LoopVariables(), named, step, is_counter=True, clocks=clocks)
+
+
 def _is_code(value: object) -> bool:
-    return isinstance(value, (types.ModuleType, types.FrameType)) or (
-        isinstance(value, type) and not is_own_module(value.__module__)
-    )
+    if isinstance(value, types.ModuleType):
+        return not is_own_module(value.__name__)
+    return isinstance(value, types.FrameType) or (isinstance(value, type) and not is_own_module(value.__module__))
 
 
 def _counts_steps(value: object, step: int | None) -> bool:
     return type(value) is int and step is not None and abs(value - step) <= 1
 
 
-def _is_of_clock(value: object) -> bool:
-    clocks = time.time(), time.perf_counter(), time.monotonic()
-    return type(value) is float and any(0 <= clock - value < _LONGEST_S for clock in clocks)
+def _is_of_clock(value: object, clocks: tuple[Clocks, Clocks]) -> bool:
+    """Return whether a number is what a clock has shown since it was last looked, or a second before."""
+    since, now = clocks
+    return type(value) is float and any(
+        before - 1.0 <= value <= after for before, after in zip(since, now, strict=True)
+    )
 
 
 def _locals_of(frame: types.FrameType) -> list[tuple[str, object]]:

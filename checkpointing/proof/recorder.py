@@ -134,7 +134,7 @@ class StepRecorder:
         return self._ring.to_bytes(step)
 
     def restore(self, records: Iterable[StepRecord]) -> None:
-        """Put back what a checkpoint holds."""
+        """Put back what a checkpoint holds, where memory holds nothing: another stage may have its records there."""
         for record in records:
-            if self._ring.get(record.step) is None:
+            if self._ring.is_free(record.step):
                 self._ring.put(record)

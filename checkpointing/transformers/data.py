@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -230,6 +231,27 @@ def _without_labels(batch: Any) -> Any:
     return batch
 
 
+class _Rest:
+    """What an iterable yields after its first batches, which are made and dropped.
+
+    Args:
+        batches: Anything that can be iterated over.
+        num_dropped: Number of batches.
+    """
+
+    def __init__(self, batches: Any, num_dropped: int) -> None:
+        self._batches, self._num_dropped = batches, num_dropped
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._batches), self._num_dropped, None)
+
+    def __len__(self) -> int:
+        return max(len(self._batches) - self._num_dropped, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
 def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Replace accelerate's `skip_first_batches`: by position where the loader is followed."""
     if isinstance(dataloader, StreamDataLoader):
@@ -238,7 +260,9 @@ def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         return dataloader
     cursor = LoaderCursor.of(dataloader)
     if cursor is None:
-        return accelerate.skip_first_batches(dataloader, num_batches)
+        # What is no DataLoader has no data set to make one of without the first batches.
+        known = hasattr(dataloader, "dataset")
+        return accelerate.skip_first_batches(dataloader, num_batches) if known else _Rest(dataloader, num_batches)
     if cursor.skips_epoch:
         return dataloader
     if not cursor.resumes_mid_epoch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from transformers.trainer_callback import ExportableState, TrainerControl
 
+from checkpointing.process.reachable import is_own_module
 from checkpointing.state.train_state import hook_states
 
 # TRL's online trainers count by these in what they have generated, and add these up between two log entries.
@@ -118,17 +121,36 @@ def stops_epoch(saved: Mapping[str, Any]) -> bool:
 
 def watched(trainer: Any) -> dict[str, object]:
     """Return the objects of a trainer in which what no checkpoint holds is looked for, by name."""
-    callbacks = {type(callback).__name__: callback for callback in reversed(trainer.callback_handler.callbacks)}
+    callbacks: dict[str, object] = {}
+    for callback in trainer.callback_handler.callbacks:
+        name = type(callback).__name__
+        same = sum(type(one) is type(callback) for one in callbacks.values())
+        callbacks[f"{name}[{same}]" if same else name] = callback
+    # What a script puts on the Trainer's own state is in no checkpoint.
+    fields = {field.name for field in dataclasses.fields(trainer.state)}
+    more = {name: value for name, value in vars(trainer.state).items() if name not in fields}
+    state = {"state": types.SimpleNamespace(**more)} if more else {}
     hooks = {
         f"communication hook {number} ({type(state).__name__})": state
         for number, state in enumerate(hook_states(trainer.model_wrapped))
     }
-    return {**callbacks, **hooks, type(trainer).__name__.removeprefix("Resilient"): trainer}
+    return {**callbacks, **state, **hooks, type(trainer).__name__.removeprefix("Resilient"): trainer}
+
+
+def exported_by_the_loop(trainer: Any) -> list[tuple[object, Any]]:
+    """Return the callbacks of the script's classes that the Trainer saves, each with what is saved of it."""
+    callbacks = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+    return [(one, one.state()) for one in callbacks if is_own_module(type(one).__module__)]
 
 
 def saved_by_the_loop(trainer: Any) -> list[object]:
     """Return the objects of a trainer that are saved, or belong to its loop, of which what matters is saved."""
-    callbacks = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+    exported = {id(one) for one, _ in exported_by_the_loop(trainer)}
+    callbacks = [
+        one
+        for one in trainer.callback_handler.callbacks
+        if isinstance(one, ExportableState) and id(one) not in exported
+    ]
     loop = [trainer.accelerator, trainer.args, trainer.state, trainer.control, trainer.callback_handler]
     own = [trainer._manager, trainer._session, trainer._options, trainer._notices]
     wrapper = [trainer.model_wrapped] if trainer.model_wrapped is not trainer.model else []

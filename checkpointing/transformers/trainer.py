@@ -24,6 +24,7 @@ from checkpointing.transformers.callback import CommitNotices, EvaluationCutShor
 from checkpointing.transformers.exact import ExactMixin
 from checkpointing.transformers.further_states import (
     CALLBACK_PREFIX,
+    exported_by_the_loop,
     generates_ahead,
     saved_by_the_loop,
     stops_epoch,
@@ -132,6 +133,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
             print(f"checkpointing: {notice}", file=sys.stderr, flush=True)
         manager.announce_batch(batch_shape(self, session.data.shared_samples))
         manager.script.roots, manager.script.saved = lambda: watched(self), lambda: saved_by_the_loop(self)
+        manager.script.exported = lambda: exported_by_the_loop(self)
         manager.begin(step, self.state.max_steps)
         session.figures.loss_since = session.recorded_step = step
 

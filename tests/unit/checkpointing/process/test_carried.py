@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from checkpointing.process.carried import carried_by
-
-Names = frozenset[str]
+from checkpointing.process.carried import LoopVariables, carried_by
 
 
-def here() -> tuple[Names, Names]:
+def here() -> LoopVariables:
     return carried_by(sys._getframe(1))
 
 
-def counts() -> tuple[Names, Names]:
+def counts() -> LoopVariables:
     count, found = 0, here()
     for _ in range(2):
         count += 2
@@ -24,7 +22,7 @@ def counts() -> tuple[Names, Names]:
     return found
 
 
-def computes() -> tuple[Names, Names]:
+def computes() -> LoopVariables:
     found = here()
     for step in range(2):
         loss = step * 2
@@ -34,7 +32,7 @@ def computes() -> tuple[Names, Names]:
     return found
 
 
-def counts_in_a_while_loop() -> tuple[Names, Names]:
+def counts_in_a_while_loop() -> LoopVariables:
     count, found = 0, here()
     while count < 3:
         count += 2
@@ -42,7 +40,7 @@ def counts_in_a_while_loop() -> tuple[Names, Names]:
     return found
 
 
-def counts_around_an_inner_loop() -> tuple[Names, Names]:
+def counts_around_an_inner_loop() -> LoopVariables:
     count, found = 0, here()
     for _ in range(2):
         count += 2
@@ -51,7 +49,7 @@ def counts_around_an_inner_loop() -> tuple[Names, Names]:
     return found
 
 
-def counts_in_an_inner_loop() -> tuple[Names, Names]:
+def counts_in_an_inner_loop() -> LoopVariables:
     count, found = 0, here()
     for _ in range(2):
         for _ in range(2):
@@ -60,7 +58,7 @@ def counts_in_an_inner_loop() -> tuple[Names, Names]:
     return found
 
 
-def counts_for_a_function_within() -> tuple[Names, Names]:
+def counts_for_a_function_within() -> LoopVariables:
     count, found = 0, here()
 
     def read() -> int:
@@ -72,7 +70,7 @@ def counts_for_a_function_within() -> tuple[Names, Names]:
     return found
 
 
-def begins_each_step() -> tuple[Names, Names]:
+def begins_each_step() -> LoopVariables:
     found = here()
     for step in range(2):
         count = 0
@@ -83,7 +81,7 @@ def begins_each_step() -> tuple[Names, Names]:
     return found
 
 
-def reads_what_only_another_branch_sets() -> tuple[Names, Names]:
+def reads_what_only_another_branch_sets() -> LoopVariables:
     count, found = 0, here()
     for step in range(3):
         if step and count < 5:
@@ -104,19 +102,15 @@ def reads_what_only_another_branch_sets() -> tuple[Names, Names]:
         (begins_each_step, False),
     ],
 )
-def test_what_an_iteration_reads_before_it_sets_it_is_carried(
-    loop: Callable[[], tuple[Names, Names]], carries: bool
-) -> None:
-    carried, _ = loop()
-    assert ("count" in carried) == carries
+def test_what_an_iteration_reads_before_it_sets_it_is_carried(loop: Callable[[], LoopVariables], carries: bool) -> None:
+    assert ("count" in loop().carried) == carries
 
 
 def test_what_a_step_computes_is_not_carried() -> None:
-    carried, _ = computes()
-    assert not carried & {"loss", "twice", "step"}
+    assert not computes().carried & {"loss", "twice", "step"}
 
 
-def logs(values: Iterable[int]) -> tuple[Names, Names]:
+def logs(values: Iterable[int]) -> LoopVariables:
     log, seen, recent, found = list[int](), set[int](), list[int](), here()
     for value in values:
         log.append(value)
@@ -129,16 +123,16 @@ def logs(values: Iterable[int]) -> tuple[Names, Names]:
 
 
 def test_what_is_only_added_to_is_not_used() -> None:
-    _, used = logs([1, 2])
-    assert "recent" in used and not {"log", "seen"} & used
+    found = logs([1, 2])
+    assert "recent" in found.used and not {"log", "seen"} & found.used and {"log", "seen"} <= found.appended
 
 
 def test_outside_of_a_loop_nothing_is_carried() -> None:
-    assert here() == (frozenset(), frozenset())
+    assert here() == LoopVariables()
 
 
 def test_a_module_is_a_loop_like_any_other() -> None:
     names: dict[str, object] = {"here": here, "found": None}
     exec("count = 0\nfor number in range(2):\n    count += 1\n    found = here()\n", names)
     found = names["found"]
-    assert isinstance(found, tuple) and "count" in found[0] and "number" not in found[0]
+    assert isinstance(found, LoopVariables) and "count" in found.carried and "number" not in found.carried

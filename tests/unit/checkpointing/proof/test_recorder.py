@@ -125,3 +125,13 @@ def test_a_restored_record_hides_nothing_newer() -> None:
     own = training.ring.get(2)
     training.recorder.restore([StepRecord(1, {"loss": 1}), StepRecord(2, {"loss": 2})])
     assert list(training.ring.records()) == [1, 2] and training.ring.get(2) == own
+
+
+def test_a_restored_record_leaves_another_stages_in_memory() -> None:
+    """A stage that has finished is entered again by a resumed process, before the one that was interrupted."""
+    training = Training()
+    Late.arrived = 100
+    training.step(2)
+    another = StepRecorder(StepRing(training.ring._memory, 2), training.look)
+    another.restore([StepRecord(1, {"loss": 1}), StepRecord(2, {"loss": 2})])
+    assert list(training.ring.records()) == [2] and list(StepRing(training.ring._memory, 2).records()) == [1]

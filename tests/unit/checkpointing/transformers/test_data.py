@@ -177,6 +177,22 @@ def test_a_loader_that_nothing_follows_is_skipped_as_accelerate_does() -> None:
     assert list(transformers.trainer.skip_first_batches(loader(), 6)) == list(loader())[6:]
 
 
+def test_what_is_no_loader_is_read_and_its_first_batches_are_dropped() -> None:
+    """A class that mixes loaders, say, of which accelerate cannot make another."""
+
+    class Mixed:
+        batch_size = 3
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+        def __len__(self) -> int:
+            return 5
+
+    rest = transformers.trainer.skip_first_batches(Mixed(), 2)
+    assert list(rest) == [2, 3, 4] and len(rest) == 3 and rest.batch_size == 3
+
+
 def test_a_stream_is_read_on_from_the_record_of_the_job() -> None:
     first = training_data(beginning={"next": 0})
     batches = iter(first.read_stream(Stream(), list, 2, None))

@@ -8,17 +8,20 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, TrainerControl
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
+from checkpointing.proof.coverage import held_by
 from checkpointing.transformers.further_states import (
     Attributes,
     RunningStatistics,
     export_states,
+    exported_by_the_loop,
     further_states,
     generates_ahead,
     restore_states,
     stops_epoch,
+    watched,
 )
 
 
@@ -42,6 +45,29 @@ def trainer(*callbacks: Any, **attributes: Any) -> Any:
         _adapter=None,
         **attributes,
     )
+
+
+def test_callbacks_of_one_class_and_what_is_put_on_the_trainers_state_are_watched() -> None:
+    first, second = EarlyStoppingCallback(1), EarlyStoppingCallback(2)
+    state: Any = TrainerState()
+    source = trainer(first, second, model_wrapped=torch.nn.Linear(1, 1), state=state)
+    assert list(watched(source)) == ["EarlyStoppingCallback", "EarlyStoppingCallback[1]", "SimpleNamespace"]
+    state.best_weights = [1]
+    found: Any = watched(source)
+    assert found["EarlyStoppingCallback[1]"] is second and vars(found["state"]) == {"best_weights": [1]}
+
+
+class Patience(EarlyStoppingCallback):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.seen = 0
+
+
+def test_of_a_scripts_exportable_callback_what_it_exports_is_known() -> None:
+    own, library = Patience(), EarlyStoppingCallback(1)
+    [(callback, state)] = exported_by_the_loop(trainer(own, library))
+    assert callback is own and "seen" not in held_by(own, state)
+    assert {"early_stopping_patience", "early_stopping_patience_counter"} <= held_by(own, state)
 
 
 def test_a_stock_trainer_has_none() -> None:
