@@ -21,6 +21,7 @@ from runner.journal.attempts import Job
 from runner.journal.journal import read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.journal.summary import RunSummary, render, summarise
+from runner.launcher.launch_request import variables_set_by
 from runner.lease.leadership import Inherited, LeaderChoice, Takeover, take_over
 from runner.lease.lease import Lease, LeaseRecord
 from runner.ranks.output import drain_streams
@@ -149,6 +150,12 @@ class Boot:
         directory = self._directory
         self._display = ProgressDisplay(quiet=not self._choice.leads, live=not self._job.show_output)
         self._display.message(f"run {directory.run_id()} in {directory.root}, resume {self._step}")
+        if names := variables_set_by(self._job.program):
+            listed = ", ".join(names[:3]) + (", …" if names[3:] else "")
+            self._caveats.append(
+                f"the program sets {listed}, which libraries read when they are imported: each attempt imports them "
+                "again, and starts some seconds later (set them outside to avoid that)"
+            )
         for caveat in [*self._caveats, *([self._choice.caveat] if self._choice.caveat is not None else [])]:
             self._display.message(caveat)
         self._shared_identity = between_nodes(self._identity, self._config.checkpoint.location)

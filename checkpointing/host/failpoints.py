@@ -4,8 +4,8 @@
 
 `kill` ends the process by SIGKILL, `error` raises EIO, `full` raises ENOSPC, `oom` raises MemoryError, `pause` sleeps
 for three seconds and `hang` for an hour, `nan` spoils what is computed there (only at `training.loss`); `@N` means the
-N-th time that this process reaches the place (1 by default). With the second variable, a folder, each fires once for
-all processes that share it, so that a restarted process passes.
+N-th time that this process reaches the place (1 by default); of several (`@4,2`) each fires. With the second variable,
+a folder, each fires once for all processes that share it, so that a restarted process passes.
 
     CHECKPOINT_FAILPOINTS_FILE=/tmp/failpoints
 
@@ -74,7 +74,7 @@ NAMES = (
 @dataclass
 class _Armed:
     action: str
-    number: int
+    numbers: tuple[int, ...]
     count: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
 
@@ -82,13 +82,14 @@ def _parse(text: str) -> dict[str, _Armed]:
     armed = {}
     for item in filter(None, (item.strip() for item in text.split(";"))):
         name, _, what = item.partition("=")
-        action, _, number = what.partition("@")
-        if name not in NAMES or action not in _ACTIONS or not (number or "1").isdigit():
+        action, _, listed = what.partition("@")
+        numbers = (listed or "1").split(",")
+        if name not in NAMES or action not in _ACTIONS or not all(number.isdigit() for number in numbers):
             raise ValueError(
-                f"{FAILPOINTS_ENV}: {item!r} is not allowed; write NAME={'|'.join(_ACTIONS)}[@N] with one of the names "
-                f"{', '.join(NAMES)}"
+                f"{FAILPOINTS_ENV}: {item!r} is not allowed; write NAME={'|'.join(_ACTIONS)}[@N[,N...]] with one of "
+                f"the names {', '.join(NAMES)}"
             )
-        armed[name] = _Armed(action, int(number or "1"))
+        armed[name] = _Armed(action, tuple(map(int, numbers)))
     return armed
 
 
@@ -121,7 +122,7 @@ def failpoint(name: str) -> bool:
         if _file is not None:
             _read_again(Path(_file))
         point = _armed.get(name)
-        if point is None or next(point.count) != point.number or not _first(name):
+        if point is None or not _fires(name, next(point.count), point.numbers):
             return False
     match point.action:
         case "kill":
@@ -147,6 +148,11 @@ def _read_again(file: Path) -> None:
         if (status.st_ino, status.st_mtime_ns) != _version:
             _version = (status.st_ino, status.st_mtime_ns)
             _armed = _parse(file.read_text())
+
+
+def _fires(name: str, count: int, numbers: tuple[int, ...]) -> bool:
+    marks = [name if place == 0 else f"{name}.{place}" for place in range(len(numbers))]
+    return any(count == number and _first(mark) for mark, number in zip(marks, numbers, strict=True))
 
 
 def _first(name: str) -> bool:

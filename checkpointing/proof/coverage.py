@@ -105,8 +105,9 @@ class Coverage:
         for reached in reachable(roots, self._without(), own_roots=own, partly=self._partly()):
             if id(reached.value) in covered and not isinstance(reached.value, torch.nn.Module):
                 continue
-            digest = _digest(reached, covered)
-            if digest is not None:
+            if isinstance(reached.value, torch.nn.Module):
+                found.update(_of_module(reached.path, reached.value, covered))
+            elif (digest := _digest(reached)) is not None:
                 found[reached.path] = digest
         return found
 
@@ -157,11 +158,9 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMES_IN_A_MESSAGE]) + (f", and {rest} more" if rest > 0 else "")
 
 
-def _digest(reached: Reached, covered: Collection[int]) -> int | None:
+def _digest(reached: Reached) -> int | None:
     """Return the digest of what an object holds itself; None for what is not compared."""
     value = reached.value
-    if isinstance(value, torch.nn.Module):
-        return _of_module(value, covered)
     if isinstance(value, GENERATORS):
         return None  # They are saved.
     # What a library keeps deeper inside, or as its own business, comes and goes.
@@ -175,12 +174,11 @@ def _digest(reached: Reached, covered: Collection[int]) -> int | None:
     return _of_state(value) if own else None
 
 
-def _of_module(module: torch.nn.Module, covered: Collection[int]) -> int | None:
-    """Return the digest of the tensors that no checkpoint holds, and of the numbers that a module has besides."""
+def _of_module(path: str, module: torch.nn.Module, covered: Collection[int]) -> Iterator[tuple[str, int]]:
+    """Yield path and digest of a module's tensors that no checkpoint holds, and of each number that it has besides."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    numbers = {}
-    # What the script's own code sets is looked at by its name.
     kind: Any = type(module)
+    # What the script's own code sets is looked at by its name.
     stored, _ = stored_by(kind)
     for name, value in vars(module).items():
         if name.startswith("_") or name == "training" or name in stored:
@@ -188,12 +186,10 @@ def _of_module(module: torch.nn.Module, covered: Collection[int]) -> int | None:
         if isinstance(value, torch.Tensor):
             tensors.append(value)
         elif isinstance(value, (int, float)):
-            numbers[name] = value
+            yield f"{path}.{name}", zlib.crc32(repr(value).encode())
     tensors = [tensor for tensor in tensors if id(tensor) not in covered]
-    digest = zlib.crc32(repr(sorted(numbers.items())).encode()) if numbers else 0
-    if not tensors:
-        return digest if numbers else None
-    return zlib.crc32(_of_tensors(tensors).to_bytes(4, "little"), digest)
+    if tensors:
+        yield path, _of_tensors(tensors)
 
 
 def _of_own(value: Any) -> int | None:

@@ -42,6 +42,14 @@ _STOCK_FILES = re.compile(
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
+def _show_files(output_dir: Path, folder: Path) -> None:
+    """Let what a program has written to its output folder be found in another one: ms-swift copies its arguments."""
+    with contextlib.suppress(OSError):
+        for path in output_dir.absolute().iterdir():
+            if path.is_file():
+                (folder / path.name).symlink_to(path)
+
+
 class SavingMixin(_Base):
     """Saves and restores through a `CheckpointManager` in place of the Trainer's own files."""
 
@@ -97,6 +105,7 @@ class SavingMixin(_Base):
             self._staging = args.output_dir = folder
             checkpoint = Path(folder, f"checkpoint-{state.global_step}")
             checkpoint.mkdir()
+            _show_files(Path(output_dir), Path(folder))
             state.stateful_callbacks = copy.deepcopy(callbacks)
             try:
                 yield checkpoint

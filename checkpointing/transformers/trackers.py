@@ -36,6 +36,41 @@ _Held = dict[str, Collection[int]]
 _Base: Any = TrainerCallback if TYPE_CHECKING else object
 
 
+# Logs of a line for each step, which frameworks append to in the output folder: how a line says its step.
+_STEP_LOGS: dict[str, Callable[[dict[str, Any]], int]] = {
+    # LLaMA-Factory and ms-swift.
+    "trainer_log.jsonl": lambda line: int(line["current_steps"]),
+    "logging.jsonl": lambda line: int(str(line["global_step/max_steps"]).partition("/")[0]),
+}
+
+
+def drop_repeated_lines(folder: str, step: int) -> None:
+    """Remove the lines of steps that a resumed run recomputes from the logs of frameworks, which append them again.
+
+    Args:
+        folder: The trainer's `output_dir`.
+        step: The step that training resumes from.
+    """
+    for name, step_of in _STEP_LOGS.items():
+        path = Path(folder) / name
+        if not path.is_file():
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if _is_before(line, step, step_of)]
+        if len(kept) < len(lines):
+            other = path.with_name(f".{name}.tmp")
+            other.write_text("".join(kept), encoding="utf-8")
+            other.replace(path)
+
+
+def _is_before(line: str, step: int, step_of: Callable[[dict[str, Any]], int]) -> bool:
+    try:
+        return step_of(json.loads(line)) <= step
+    except (ValueError, KeyError, TypeError):
+        # A line of another kind; of a torn one nothing can be read.
+        return line.endswith("\n")
+
+
 def continue_trackers(callbacks: list[Any], run: str) -> bool:
     """Make the trackers among `callbacks` continue a run, named by letters and digits; return whether there are any."""
     found = False

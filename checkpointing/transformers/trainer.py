@@ -34,7 +34,7 @@ from checkpointing.transformers.job_shape import DataRanks, batch_shape, cut_mic
 from checkpointing.transformers.loop_state import LoopState
 from checkpointing.transformers.saving import SavingMixin
 from checkpointing.transformers.short import shorten
-from checkpointing.transformers.trackers import continue_trackers
+from checkpointing.transformers.trackers import continue_trackers, drop_repeated_lines
 from checkpointing.transformers.train_call import ResilientOptions, Start, TrainCall, choose_start
 from checkpointing.transformers.wrapped_models import adapter_of, advance_schedule, skips_bad_steps
 
@@ -96,6 +96,10 @@ class ResilientMixin(ExactMixin, SavingMixin):
         session.start = start = choose_start(restoring, self.args, resume_from_checkpoint, rank_settings().lineage)
         self._begin_exact(session, start)
         self._fit_job(start)
+        # An attempt that begins from the beginning repeats what an earlier one of this run has logged.
+        is_repeated = start.point is not None or (rank_settings().attempt > 1 and start.folder is None)
+        if is_repeated and self.args.process_index == 0:
+            drop_repeated_lines(self.args.output_dir, start.step)
         session.has_trackers = continue_trackers(self.callback_handler.callbacks, start.run_name)
         restoring.check_way(start.step)
         evaluates_first = self.args.eval_on_start

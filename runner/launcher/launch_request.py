@@ -1,12 +1,14 @@
 """What the launcher loads before ranks are forked, its environment, and its request for an attempt.
 
 Loading transformers takes four seconds of processor time and TRL another one, which a bare loop need not wait for. Only
-what can be read in the script's text counts: where that leaves a doubt, everything is loaded.
+what can be read in the script's text counts: where that leaves a doubt, transformers is loaded, and TRL is not, since
+frameworks change transformers before they import TRL.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +28,8 @@ _HEAVY = {"transformers", "datasets", "accelerate", "tokenizers"}
 # Ways to import what the text does not name.
 _HIDDEN = ("import_module", "__import__", "exec(", "runpy")
 _MAX_FILES = 100
+# Variables that libraries read while they are imported: set later, they have no effect.
+_VARIABLES = re.compile(r"[\"']((?:HF|HUGGINGFACE|TRANSFORMERS|DATASETS|ACCELERATE|TRL)_[A-Z_]+)[\"']")
 
 # accelerate imports it when training begins.
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -36,16 +40,33 @@ _OF_LOOP = ("checkpointing.manager.manager",)
 
 def modules_to_preload(program: Program | None) -> tuple[str, ...]:
     """Return the modules to load before ranks are forked, for a user's program; None is the bundled job."""
-    if program is None or (file := program.file) is None:
+    if program is None:
         return EVERYTHING
+    if program.file is None:
+        return _OF_TRAINER
     try:
-        found = set(_imported(file))
+        if variables_set_by(program):
+            return _OF_LOOP
+        found = set(_imported(program.file))
     except (OSError, ValueError, SyntaxError, RecursionError):
-        return EVERYTHING
+        return _OF_TRAINER
     packages = {name.partition(".")[0] for name in found} - sys.stdlib_module_names - _LIGHT - {"checkpointing"}
-    if not packages <= _HEAVY:
+    if "trl" in packages and packages <= _HEAVY | {"trl", "peft"}:
         return EVERYTHING
     return _OF_TRAINER if packages or "checkpointing.transformers" in found else _OF_LOOP
+
+
+def variables_set_by(program: Program | None) -> list[str]:
+    """Return the environment variables that a program's text sets, and that libraries read when they are imported."""
+    if program is None or program.file is None:
+        return []
+    try:
+        texts = [text for text, _ in _texts(program.file)]
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return []
+    return sorted(
+        {name for text in texts if "environ" in text or "putenv" in text for name in _VARIABLES.findall(text)}
+    )
 
 
 def _imported(script: Path) -> Iterator[str]:
@@ -56,21 +77,29 @@ def _imported(script: Path) -> Iterator[str]:
         ValueError: Something may be imported that the text does not name.
         SyntaxError: A file is not Python.
     """
+    for text, names in _texts(script):
+        if any(word in text for word in _HIDDEN):
+            raise ValueError("imports that the text does not show")
+        yield from names
+
+
+def _texts(script: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the text of a script, and of the files in its folder that it imports, with what else each imports."""
     waiting, seen = [script], set[Path]()
     while waiting:
         path = waiting.pop()
         if path in seen:
             continue
         seen.add(path)
+        if len(seen) > _MAX_FILES:
+            raise ValueError("too many files")
         text = path.read_text(encoding="utf-8")
-        if len(seen) > _MAX_FILES or any(word in text for word in _HIDDEN):
-            raise ValueError("imports that the text does not show")
+        others: list[str] = []
         for name in _names(ast.parse(text)):
             local = _local_files(script.parent, name)
-            if local:
-                waiting += local
-            else:
-                yield name
+            waiting += local
+            others += [] if local else [name]
+        yield text, others
 
 
 def _names(tree: ast.Module) -> Iterator[str]:

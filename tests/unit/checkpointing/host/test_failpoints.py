@@ -66,6 +66,15 @@ def test_the_nth_time_and_once_for_all_that_share_a_folder(tmp_path: Path) -> No
     assert (first.end(), second.end()) == (0, 0)
 
 
+def test_of_several_numbers_each_fires_once(tmp_path: Path) -> None:
+    """A process that is restarted counts from one again."""
+    variables = {FAILPOINTS_ENV: "local.write=error@3,2", ONCE_ENV: str(tmp_path)}
+    first, second = Process(**variables), Process(**variables)
+    assert ["failpoint" in first.pass_failpoint("local.write") for _ in range(2)] == [False, True]
+    assert ["failpoint" in second.pass_failpoint("local.write") for _ in range(4)] == [False, False, True, False]
+    assert (first.end(), second.end()) == (0, 0)
+
+
 def test_a_file_arms_processes_that_run(tmp_path: Path) -> None:
     file = tmp_path / "failpoints"
     process = Process(**{FILE_ENV: str(file)})

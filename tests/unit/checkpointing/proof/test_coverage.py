@@ -162,9 +162,9 @@ def test_the_closures_of_hooks_are_looked_into() -> None:
 
 
 CHANGES_OF_MODULES: dict[str, Callable[[Any], None]] = {
-    "model.1": lambda model: setattr(model[1], "momentum", 0.5),
-    "model.2": lambda model: setattr(model[2], "p", 0.5),
-    "model": lambda model: setattr(model, "temperature", 0.5),
+    "model.1.momentum": lambda model: setattr(model[1], "momentum", 0.5),
+    "model.2.p": lambda model: setattr(model[2], "p", 0.5),
+    "model.temperature": lambda model: setattr(model, "temperature", 0.5),
 }
 
 

@@ -306,3 +306,18 @@ def test_a_staged_save_leaves_no_trace_in_the_trainer(tmp_path: Path, fails: boo
     left: Any = (subject._staging, subject.args.output_dir, state.stateful_callbacks)
     assert left == (None, "/runs", {"A": {"n": 1}})
     assert not seen[0].exists() and list(tmp_path.iterdir()) == []
+
+
+def test_a_staged_save_finds_the_files_of_the_output_folder(tmp_path: Path) -> None:
+    """ms-swift copies its arguments from there into each checkpoint."""
+    output_dir, scratch = tmp_path / "out", tmp_path / "scratch"
+    (output_dir / "checkpoint-10").mkdir(parents=True)
+    scratch.mkdir()
+    (output_dir / "args.json").write_text("{}")
+    subject = Subject(scratch)
+    subject.args.output_dir = str(output_dir)
+    with subject._staged() as folder:
+        assert sorted(path.name for path in folder.parent.iterdir()) == ["args.json", "checkpoint-20"]
+        (folder / "args.json").write_text((folder.parent / "args.json").read_text())
+        assert added_files(folder) == {"args.json": b"{}"}
+    assert (output_dir / "args.json").read_text() == "{}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from infra.parts import require
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils as integrations
 
-from checkpointing.transformers.trackers import _wandb_rows, continue_trackers
+from checkpointing.transformers.trackers import _wandb_rows, continue_trackers, drop_repeated_lines
 
 HISTORY = [
     {"step": 10, "epoch": 0.1, "loss": 3.0},
@@ -96,3 +97,16 @@ def test_a_file_of_wandb_that_is_no_such_file_has_no_rows(tmp_path: Path) -> Non
     for content in (b"", b":W&B\xe1\xbe\x00", b":W&B\xe1\xbe\x00" + bytes(100), b"\xff" * 70_000):
         (tmp_path / "run.wandb").write_bytes(content)
         assert list(_wandb_rows(tmp_path / "run.wandb")) == []
+
+
+def test_lines_of_recomputed_steps_leave_the_logs_of_frameworks(tmp_path: Path) -> None:
+    of_llamafactory = [json.dumps({"current_steps": step, "loss": 1.0}) for step in range(1, 8)]
+    of_swift = [json.dumps({"global_step/max_steps": f"{step}/12"}) for step in range(1, 8)]
+    (tmp_path / "trainer_log.jsonl").write_text("\n".join([*of_llamafactory, '{"torn']))
+    (tmp_path / "logging.jsonl").write_text("\n".join(['{"model_parameter_info": "x"}', *of_swift]) + "\n")
+    (tmp_path / "other.jsonl").write_text("9\n")
+    drop_repeated_lines(str(tmp_path), 5)
+    assert (tmp_path / "trainer_log.jsonl").read_text().splitlines() == of_llamafactory[:5]
+    assert (tmp_path / "logging.jsonl").read_text().splitlines()[1:] == of_swift[:5]
+    assert (tmp_path / "other.jsonl").read_text() == "9\n" and len(list(tmp_path.iterdir())) == 3
+    drop_repeated_lines(str(tmp_path / "none"), 5)

@@ -103,6 +103,7 @@ class Subject(ResilientMixin, Loop):
         self._notices, self._skipped, self._beginning, self._adapter = Mock(), skipped, None, None
         self._train_batch_size = 2
         self.args = SimpleNamespace(
+            output_dir="out",
             world_size=1,
             process_index=0,
             n_gpu=1,

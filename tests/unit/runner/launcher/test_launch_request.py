@@ -18,6 +18,7 @@ from runner.launcher.launch_request import (
     launch_request,
     launcher_environment,
     modules_to_preload,
+    variables_set_by,
 )
 from runner.peers.messages import Begin, read_by_member
 from runner.program.program import Program
@@ -162,9 +163,9 @@ def test_a_trainers_script_does_not_wait_for_trl(text: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "from trl import SFTTrainer",
-        # Whatever another package may import.
+        # Whatever another package may import, and change before it does.
         "import axolotl",
+        "import axolotl\nfrom trl import SFTTrainer",
         "import torch, mylib.train",
         "import importlib\nimportlib.import_module('trl')",
         "__import__('trl')",
@@ -173,8 +174,41 @@ def test_a_trainers_script_does_not_wait_for_trl(text: str, tmp_path: Path) -> N
         "def f(:",
     ],
 )
-def test_a_doubt_loads_everything(text: str, tmp_path: Path) -> None:
+def test_a_doubt_loads_transformers_and_not_trl(text: str, tmp_path: Path) -> None:
+    assert choice(tmp_path, text) == _OF_TRAINER
+
+
+@pytest.mark.parametrize("text", ["from trl import SFTTrainer", "import trl, peft, transformers"])
+def test_a_script_of_trl_does_not_wait_for_it(text: str, tmp_path: Path) -> None:
     assert choice(tmp_path, text) == EVERYTHING
+
+
+def test_a_command_of_a_framework_imports_trl_by_itself(tmp_path: Path) -> None:
+    """LLaMA-Factory changes what transformers says of other packages before it imports TRL."""
+    assert modules_to_preload(Program("command", "/venv/bin/llamafactory-cli", ("train", "job.yaml"))) == _OF_TRAINER
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("import os\nos.environ['HF_HOME'] = '/cache'\nimport transformers", ["HF_HOME"]),
+        (
+            'import os\nos.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": "x"})\nimport trl',
+            ["HF_DATASETS_CACHE", "HF_HUB_OFFLINE"],
+        ),
+        ("import os\nos.environ['TOKENIZERS_PARALLELISM'] = 'false'\nimport transformers", []),
+        ("import os, transformers\nos.environ['MY_HOME'] = 'x'", []),
+        ("import transformers\nprint('HF_HOME')", []),
+        ("def f(:", []),
+    ],
+)
+def test_variables_that_a_script_sets_before_imports_have_their_effect(
+    text: str, names: list[str], tmp_path: Path
+) -> None:
+    """What was imported before the script has read them."""
+    chosen = choice(tmp_path, text)
+    assert variables_set_by(Program("script", str(tmp_path / "train.py"))) == names
+    assert (chosen == _OF_LOOP) == bool(names)
 
 
 def test_files_in_the_scripts_folder_are_read_too(tmp_path: Path) -> None:
@@ -186,13 +220,13 @@ def test_files_in_the_scripts_folder_are_read_too(tmp_path: Path) -> None:
     assert choice(tmp_path, helper, helper="import torch", package__in__part="import trl") == EVERYTHING
     assert choice(tmp_path, helper, helper="import transformers", package__in__part="") == _OF_TRAINER
     assert choice(tmp_path, helper, helper="import train", package__in__part="") == _OF_LOOP, "a circle"
-    assert choice(tmp_path, helper, helper="def f(:", package__in__part="") == EVERYTHING
+    assert choice(tmp_path, helper, helper="def f(:", package__in__part="") == _OF_TRAINER
 
 
 def test_a_script_that_cannot_be_read_is_no_error_here(tmp_path: Path) -> None:
-    assert modules_to_preload(Program("script", str(tmp_path / "none.py"))) == EVERYTHING
+    assert modules_to_preload(Program("script", str(tmp_path / "none.py"))) == _OF_TRAINER
     (tmp_path / "latin.py").write_bytes(b"name = '\xff'")
-    assert modules_to_preload(Program("script", str(tmp_path / "latin.py"))) == EVERYTHING
+    assert modules_to_preload(Program("script", str(tmp_path / "latin.py"))) == _OF_TRAINER
 
 
 def test_the_examples_start_fast() -> None:
