@@ -274,3 +274,22 @@ def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 # The Trainer's loop calls this name and offers no hook. accelerate's function would build another loader, whose batches
 # the cursor would not see.
 transformers.trainer.skip_first_batches = _skip_first_batches
+
+
+@contextlib.contextmanager
+def skipping_by_position() -> Iterator[None]:
+    """Have the Trainer's loop skip by position, also where a framework has put a function of its own in its place.
+
+    ms-swift makes another loader without the first batches, which the cursor would not see.
+    """
+    theirs = transformers.trainer.skip_first_batches
+
+    def skip(dataloader: Any, num_batches: int = 0) -> Any:
+        is_followed = isinstance(dataloader, StreamDataLoader) or LoaderCursor.of(dataloader) is not None
+        return (_skip_first_batches if is_followed else theirs)(dataloader, num_batches)
+
+    transformers.trainer.skip_first_batches = skip
+    try:
+        yield
+    finally:
+        transformers.trainer.skip_first_batches = theirs

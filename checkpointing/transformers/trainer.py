@@ -21,6 +21,7 @@ from checkpointing.manager.rehearsal import ends_rehearsal, rehearsal
 from checkpointing.manager.spikes import SkippedSteps
 from checkpointing.manager.step_protocol import Due
 from checkpointing.transformers.callback import CommitNotices, EvaluationCutShort, StepCallback, watch_callbacks
+from checkpointing.transformers.data import skipping_by_position
 from checkpointing.transformers.exact import ExactMixin
 from checkpointing.transformers.further_states import (
     CALLBACK_PREFIX,
@@ -233,7 +234,8 @@ class ResilientMixin(ExactMixin, SavingMixin):
             return
         if over:
             self.control.should_training_stop = True
-        super()._run_epoch(*args, **kwargs)
+        with skipping_by_position():
+            super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Draw the batches of a step."""

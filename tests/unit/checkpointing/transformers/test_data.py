@@ -21,7 +21,7 @@ from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.transformers import data as data_module
-from checkpointing.transformers.data import TrainingData, _without_labels
+from checkpointing.transformers.data import TrainingData, _without_labels, skipping_by_position
 from checkpointing.transformers.job_shape import DataRanks
 from checkpointing.transformers.loop_state import JobRecord
 
@@ -175,6 +175,18 @@ def test_a_position_that_cannot_be_parsed_is_named() -> None:
 
 def test_a_loader_that_nothing_follows_is_skipped_as_accelerate_does() -> None:
     assert list(transformers.trainer.skip_first_batches(loader(), 6)) == list(loader())[6:]
+
+
+def test_a_frameworks_own_way_to_skip_is_for_what_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift replaces the function while it trains, and makes another loader."""
+    monkeypatch.setattr(transformers.trainer, "skip_first_batches", lambda loader, count: ("theirs", count))
+    followed, other = loader(), loader()
+    LoaderCursor(followed, seed=0, rank=0, made_for=ONE, now=ONE)
+    with skipping_by_position():
+        assert transformers.trainer.skip_first_batches(other, 3) == ("theirs", 3)
+        assert transformers.trainer.skip_first_batches(followed, 3) is not None
+        assert not isinstance(transformers.trainer.skip_first_batches(followed, 3), tuple)
+    assert transformers.trainer.skip_first_batches(followed, 3) == ("theirs", 3)
 
 
 def test_what_is_no_loader_is_read_and_its_first_batches_are_dropped() -> None:
