@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.config.schema import Config, DataConfig, MethodConfig, ModelConfig
+from runner.errors import UsageError
 from runner.program.program import Program
 from runner.session import identity
 from runner.session.identity import (
@@ -255,3 +256,86 @@ def test_nodes_of_one_attempt_must_agree_on_more_than_makes_the_job() -> None:
     assert differences(one, elsewhere) == ["checkpoint.location: /mnt/run -> /mnt/other"]
     arguments = JobIdentity({"job": "script"}, {"--epochs": "3", "--workers": "2"})
     assert between_nodes(arguments, None).what == {"job": "script", "--epochs": "3"}
+
+
+def framework(*arguments: str) -> JobIdentity:
+    return identify(Config(), Program("command", "/venv/bin/llamafactory-cli", arguments))
+
+
+SETTINGS = "model: org/model\nlearning_rate: 1.0e-3\nmax_steps: 20\nhub_token: secret\nlora: {rank: 8, target: all}\n"
+
+
+@pytest.fixture
+def settings_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(SETTINGS)
+    return path
+
+
+def test_a_file_of_settings_counts_by_its_contents(settings_file: Path) -> None:
+    old = framework("train", str(settings_file))
+    assert old.what["arguments"] == "train (.yaml)" and old.what["arguments.lora.rank"] == 8
+    assert old.settings["arguments.max_steps"] == 20 and "secret" not in str(old)
+    renamed = settings_file.rename(settings_file.with_name("another.yaml"))
+    assert differences(old, framework("train", str(renamed))) == []
+    renamed.write_text(SETTINGS.replace("20", "50"))
+    assert differences(old, framework("train", str(renamed))) == [], "more steps of the same job"
+    renamed.write_text(SETTINGS.replace("1.0e-3", "2.0e-3").replace("rank: 8", "rank: 16"))
+    assert differences(old, framework("train", str(renamed))) == [
+        "arguments.learning_rate: 0.001 -> 0.002",
+        "arguments.lora.rank: 8 -> 16",
+    ]
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", '{"lr": 1, "n": 2}'), ("a.toml", "lr = 1\nn = 2\n")])
+def test_json_and_toml_are_files_of_settings_too(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    found = of_script(script(tmp_path), "--config", str(tmp_path / name)).what
+    assert (found["--config.lr"], found["--config.n"]) == (1, 2) and "--config" not in found
+
+
+def test_a_file_of_settings_that_a_framework_reads_must_be_sound(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(UsageError, match=r"bad\.yaml is no YAML: "):
+        framework("train", str(tmp_path / "bad.yaml"))
+    # What a script makes of its arguments is not known.
+    content = of_script(script(tmp_path), str(tmp_path / "bad.yaml")).what["arguments.content"]
+    assert content.startswith("xxh3:")
+
+
+def test_rows_and_large_files_are_data(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text("[1, 2]")
+    (tmp_path / "large.json").write_text("[" + " " * (1 << 20) + "]")
+    found = of_script(script(tmp_path), "--rows", str(tmp_path / "rows.json"), str(tmp_path / "large.json")).what
+    assert "--rows.content" in found and found["arguments"].endswith("large.json")
+
+
+def test_a_file_of_which_an_older_version_has_recorded_the_name_is_not_compared(settings_file: Path) -> None:
+    new = of_script(script(settings_file.parent), "--config", str(settings_file))
+    old = JobIdentity({**new.what, "--config": "job.yaml"}, {})
+    old = JobIdentity({key: value for key, value in old.what.items() if not key.startswith("--config.")}, {})
+    assert differences(old, new) == []
+
+
+def test_of_a_launcher_the_program_that_it_starts_is_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path)
+
+    def launched(*options: str) -> JobIdentity:
+        return identify(Config(), Program("command", "/bin/accelerate", ("launch", *options, "train.py", "--lr", "1")))
+
+    old = launched("--num_processes", "2", "--mixed_precision", "bf16")
+    assert old.what["job"] == "script train.py" and old.what["--lr"] == "1" and "train.py content" in old.what
+    assert differences(old, launched("--num_processes", "4", "--mixed_precision", "bf16")) == []
+    assert differences(old, launched("--num_processes", "2", "--mixed_precision", "no")) == [
+        "accelerate --mixed_precision: bf16 -> no"
+    ]
+
+
+def test_a_module_is_known_by_name_and_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_job.py").write_text("print()\n")
+    old = identify(Config(), Program("module", "own_job"))
+    assert old.what["job"] == "module own_job"
+    (tmp_path / "own_job.py").write_text("print(1)\n")
+    assert differences(old, identify(Config(), Program("module", "own_job"))) == ["own_job: content changed"]
