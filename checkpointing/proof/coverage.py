@@ -28,6 +28,7 @@ from checkpointing.process.reachable import (
     SIMPLE,
     Reached,
     attributes_of,
+    is_data,
     is_own_module,
     reachable,
     stored_by,
@@ -37,6 +38,8 @@ from checkpointing.state.samples import spread_words
 # What is searched, by name, and which of these names the script's own code keeps.
 Roots = Callable[[int | None], tuple[Mapping[str, object], Collection[str]]]
 _WORDS = 8
+# Containers, and what stands somewhere in them.
+_KEEPING = (list, tuple, dict, set, deque, Iterator)
 # Saves at which it compares: the first ones, since what is made late is found there, and then fewer and fewer.
 _FIRST_SAVES = 8
 # Items of a state dict, and levels of nested containers, that are looked at.
@@ -316,64 +319,81 @@ def script_variables(step: int | None = None, since: Clocks | None = None) -> Va
             will carry.
         since: The clocks when it was last looked; None for now.
     """
-    variables, modules = Variables({}, set()), set[str]()
-    clocks = since or Clocks.now(), Clocks.now()
+    search, modules = _VariableSearch(step, since or Clocks.now()), set[str]()
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if is_own_module(name):
-            loop = carried_by(frame)
-            passed = named_in_call(frame.f_code, frame.f_lasti)
-            is_module = frame.f_globals is frame.f_locals
-            named = _named_by_functions(frame.f_globals) if is_module else LoopVariables()
-            for key, value in _locals_of(frame):
-                is_counter = key in passed or not passed
-                _take(variables, key, value, loop, named, step, is_counter=is_counter, clocks=clocks)
-            if is_module:
+            search.look_into(frame)
+            if _is_of_module(frame):
                 modules.add(name)
             elif name not in modules:
-                _take_globals(variables, frame, step, clocks)
+                search.look_at_globals(frame)
         frame = frame.f_back
-    return variables
+    return search.variables
 
 
-def _take(
-    variables: Variables,
-    name: str,
-    value: object,
-    loop: LoopVariables,
-    named: LoopVariables,
-    step: int | None,
-    *,
-    is_counter: bool,
-    clocks: tuple[Clocks, Clocks],
-) -> None:
-    """Add a variable, if it is one that a loop keeps something in.
+class _VariableSearch:
+    """Collects the variables that a loop keeps something in.
 
     Args:
-        variables: Takes it.
-        name: Its name.
-        value: Its value.
-        loop: How the loop uses variables.
-        named: How the functions of its module use them, where it is a global one.
         step: See `script_variables`.
-        is_counter: Whether it may be the number of the step that the loop passes on.
-        clocks: When it was last looked, and now.
+        since: When it was last looked.
     """
-    if name.startswith("__") or name in variables.found or _is_code(value):
-        return
-    is_used = name in loop.used or name in named.used
-    # Numbers and text are replaced; a tensor, or an array, may be changed where it is.
-    is_simple, is_changed_in_place = isinstance(value, SIMPLE), isinstance(value, (torch.Tensor, np.ndarray))
-    is_own = name in loop.carried or name in named.used
-    if is_changed_in_place or not is_simple:
-        is_own = is_own or (is_used and name not in loop.computed) or _holds_tensors(name, value, loop)
-    is_own = is_own or step is None
-    if is_simple and (not is_own or (is_counter and _counts_steps(value, step)) or _is_of_clock(value, clocks)):
-        return
-    variables.found[name] = value
-    if is_own and (is_simple or isinstance(value, (list, tuple, dict, set, deque, Iterator)) or _has_state(value)):
-        variables.own.add(name)
+
+    def __init__(self, step: int | None, since: Clocks) -> None:
+        self.variables = Variables({}, set())
+        self._step, self._clocks = step, (since, Clocks.now())
+
+    def look_into(self, frame: types.FrameType) -> None:
+        """Look at the variables of a frame."""
+        loop, passed = carried_by(frame), named_in_call(frame.f_code, frame.f_lasti)
+        named = _named_by_functions(frame.f_globals) if _is_of_module(frame) else frozenset[str]()
+        for name, value in _locals_of(frame):
+            self._take(name, value, loop, named, may_count=name in passed or not passed)
+
+    def look_at_globals(self, frame: types.FrameType) -> None:
+        """Look at the global variables that a function names; its module may not be executed now: in a thread, say."""
+        own = globals_of(frame.f_code)
+        named = own.used | (own.appended & _named_by_functions(frame.f_globals))
+        for name in sorted(named & frame.f_globals.keys()):
+            self._take(name, frame.f_globals[name], LoopVariables(), named)
+
+    def _look_into_module(self, name: str, module: types.ModuleType) -> None:
+        named = _named_by_functions(vars(module))
+        for key, value in vars(module).items():
+            if is_data(key, value):
+                path = f"{name}.{key}"
+                self._take(path, value, LoopVariables(), {path} if key in named else set())
+
+    def _take(
+        self, name: str, value: object, loop: LoopVariables, named: Collection[str], *, may_count: bool = True
+    ) -> None:
+        """Add a variable, if something is kept in it.
+
+        Args:
+            name: Its name.
+            value: Its value.
+            loop: How the loop uses variables.
+            named: The global ones that functions use.
+            may_count: Whether it may be the number of the step that the loop passes on.
+        """
+        if name.startswith("__") or name in self.variables.found or _is_code(value):
+            return
+        if isinstance(value, types.ModuleType):
+            self._look_into_module(name, value)
+            return
+        # Numbers and text are replaced; a tensor, or an array, may be changed where it is.
+        is_simple, is_changed_in_place = isinstance(value, SIMPLE), isinstance(value, (torch.Tensor, np.ndarray))
+        is_own = self._step is None or name in loop.carried or name in named
+        if is_changed_in_place or not is_simple:
+            is_own = is_own or (name in loop.used and name not in loop.computed) or _holds_tensors(name, value, loop)
+        is_step = may_count and _counts_steps(value, self._step)
+        if is_simple and (not is_own or is_step or _is_of_clock(value, self._clocks)):
+            return
+        self.variables.found[name] = value
+        if is_own and (is_simple or isinstance(value, _KEEPING) or _has_state(value)):
+            self.variables.own.add(name)
 
 
 def _holds_tensors(name: str, value: object, loop: LoopVariables) -> bool:
@@ -389,7 +409,7 @@ def _has_state(value: object) -> bool:
     return callable(getattr(type(value), "state_dict", None))
 
 
-def _named_by_functions(names: Mapping[str, Any]) -> LoopVariables:
+def _named_by_functions(names: Mapping[str, Any]) -> frozenset[str]:
     """Return the global variables that the functions and classes of a module use more than `append` of."""
     used = frozenset[str]()
     for value in names.values():
@@ -398,18 +418,12 @@ def _named_by_functions(names: Mapping[str, Any]) -> LoopVariables:
             function = getattr(member, "__func__", member)
             if isinstance(function, types.FunctionType) and function.__globals__ is names:
                 used |= globals_of(function.__code__).used
-    return LoopVariables(used=used)
+    return used
 
 
-def _take_globals(
-    variables: Variables, frame: types.FrameType, step: int | None, clocks: tuple[Clocks, Clocks]
-) -> None:
-    """Add the global variables that a function names, where its module is not being executed: in a thread, say."""
-    own = globals_of(frame.f_code)
-    named = LoopVariables(used=own.used | (own.appended & _named_by_functions(frame.f_globals).used))
-    for name in sorted(named.used & frame.f_globals.keys()):
-        value = frame.f_globals[name]
-        _take(variables, name, value, LoopVariables(), named, step, is_counter=True, clocks=clocks)
+def _is_of_module(frame: types.FrameType) -> bool:
+    # Not by `f_locals`: a function's frame keeps what it is asked for.
+    return frame.f_code.co_name == "<module>"
 
 
 def _is_code(value: object) -> bool:

@@ -57,7 +57,7 @@ def package(folder: Path) -> None:
 
 
 def test_a_module_within_two_launchers_survives_kills_without_an_edit(tmp_path: Path) -> None:
-    """What accelerate prepares, and what torchrun is told by it, goes on in ranks that are there."""
+    """What accelerate prepares, and has torchrun start, goes on in ranks that are there."""
     package(tmp_path)
     stock = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "own.job", "stock"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

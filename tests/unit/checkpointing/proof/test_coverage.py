@@ -426,3 +426,17 @@ def test_how_far_an_iterator_of_the_script_is_counts() -> None:
     next(own.numbers)
     next(own.cycle)
     assert found.changed(5) == ["own.cycle", "own.numbers"]
+
+
+def test_what_an_own_module_keeps_is_found_under_the_name_that_it_has_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`import helper as h`: its generator is in no variable of the script."""
+    (tmp_path / "own_helper.py").write_text(
+        "import random\nrng, ramp = random.Random(3), [1]\n\ndef draw():\n    return rng.random() * ramp[0]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    h = importlib.import_module("own_helper")
+    found = script_variables().found
+    assert found["h.rng"] is h.rng and found["h.ramp"] is h.ramp and "h.draw" not in found and "h.random" not in found
+    del sys.modules["own_helper"]
