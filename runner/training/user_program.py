@@ -14,7 +14,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -185,8 +185,8 @@ class _Answers:
         if run is None:
             self.end()
             os.execvpe(os.fspath(argv[0]), argv, environment)
-        with _environment(environment):
-            run()
+        _take_variables(environment)
+        run()
         raise SystemExit(0)
 
     def _nested_torchrun(self, args: list[str]) -> None:
@@ -228,13 +228,10 @@ def _found(word: str, args: Sequence[str], *, module: bool = False) -> Program:
     return found
 
 
-@contextlib.contextmanager
-def _environment(prepared: Mapping[str, str] | None) -> Iterator[None]:
-    """Have the variables that a launcher has prepared, but those of ranks."""
+def _take_variables(prepared: Mapping[str, str] | None) -> None:
+    """Set the variables that a launcher has prepared, but those of ranks; None is the environment as it is."""
     if prepared is not None and prepared is not os.environ:
-        own: MutableMapping[str, str] = os.environ
-        own.update({name: value for name, value in prepared.items() if name not in _OF_RANKS})
-    yield
+        os.environ.update({name: value for name, value in prepared.items() if name not in _OF_RANKS})
 
 
 def _popen_class(answers: _Answers) -> type[subprocess.Popen[Any]]:
@@ -253,8 +250,8 @@ def _popen_class(answers: _Answers) -> type[subprocess.Popen[Any]]:
             self._child_created = self._communication_started = False
             if options.get("cwd") is not None:
                 os.chdir(options["cwd"])
-            with _environment(options.get("env")):
-                run()
+            _take_variables(options.get("env"))
+            run()
             self.returncode = 0
 
     return Popen
