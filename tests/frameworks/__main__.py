@@ -130,6 +130,8 @@ class Trial:
             "CUDA_VISIBLE_DEVICES": "",
             # LLaMA-Factory's own: it knows the versions of the day of its release.
             "DISABLE_VERSION_CHECK": "1",
+            "DO_NOT_TRACK": "1",
+            "AXOLOTL_DO_NOT_TRACK": "1",
             **{key: value.format(**names) for key, value in variables.items()},
         }
         environment.pop("PYTHONPATH", None)

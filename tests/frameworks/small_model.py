@@ -45,7 +45,7 @@ def write(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=1024,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=3,

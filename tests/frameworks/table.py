@@ -75,7 +75,7 @@ datasets:
   - {{{{path: {{data}}/pairs.jsonl, ds_type: json, type: alpaca}}}}
 dataset_prepared_path: {{out}}-prepared
 val_set_size: 0
-sequence_len: 128
+sequence_len: 512
 micro_batch_size: 2
 gradient_accumulation_steps: 1
 max_steps: {STEPS}

@@ -562,7 +562,7 @@ def test_runner_understands_the_command(name: str, cloud: str) -> None:
     if program != "kubeflow-start":
         assert Path(program).name == "runner" and arguments.pop(0) == "start"
     options = start.make_context("start", arguments).params
-    assert options["script"] is None
+    assert options["program"] is None
     path = (options["config_path"] or "").replace("/opt/runner/configs", str(DEPLOY / "configs"))
     if path == "/etc/runner/job.yaml":
         path = ""  # test_user_data_installs_this_unit_and_a_valid_job
