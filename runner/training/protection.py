@@ -46,7 +46,7 @@ class Protection:
         """Protect trainers from now on, and count the steps of optimizers."""
         if self._mode != "off":
             when_imported("transformers.trainer", self._protect_transformers)
-            when_imported("lightning.pytorch.trainer.trainer", self._protect_lightning)
+            when_imported("lightning.pytorch", self._protect_lightning)
         when_imported("torch.optim.optimizer", self._watch_optimizers)
 
     def _protect_transformers(self, module: ModuleType) -> None:

@@ -116,7 +116,8 @@ class _Stop(TrainerCallback):
         control.should_training_stop = state.global_step >= self._step
 
 
-@case("readers/stock Trainer resumes")
+# The stock Trainer reads the save of step 6, which a busy machine has not committed at the next step.
+@case("readers/stock Trainer resumes", kills=((0, 9),))
 def _stock_resumes(run: Run) -> None:
     model = run.train(trainer(run)).model
     run.barrier()
@@ -124,7 +125,7 @@ def _stock_resumes(run: Run) -> None:
     run.expect_equal("weights", resumed.model.state_dict(), model.state_dict())
 
 
-@case("readers/stock SFTTrainer resumes")
+@case("readers/stock SFTTrainer resumes", kills=((0, 9),))
 def _stock_sft(run: Run) -> None:
     def made(folder: str) -> Any:
         arguments = tiny.arguments(run, SFTConfig, max_length=32, output_dir=folder)

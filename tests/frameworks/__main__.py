@@ -119,7 +119,8 @@ class Trial:
         }
         for file, text in self._framework.files.items():
             (folder / file).write_text(text.format(**names))
-        words = [word.format(**names) for word in (*before, *self._framework.command, *after)]
+        command = (name == "stock" and self._framework.stock_command) or self._framework.command
+        words = [word.format(**names) for word in (*before, *command, *after)]
         if words[0].endswith(".py"):
             words.insert(0, str(self._python))
         environment = {

@@ -18,7 +18,8 @@ class Framework:
         command: What a user types after `runner start`.
         environment: Name of the requirements; empty for the project's own environment.
         files: Files in the working directory, by name.
-        stock: What stands before the command where it is started without us; None for the command alone.
+        stock: What stands before the command where it is started without us.
+        stock_command: The command without us, where it is another one: accelerate starts one rank on a CPU.
         variables: What is set for the stock command.
         further: Arguments of the stock command, with which it starts the ranks.
         ranks: Numbers of ranks.
@@ -31,6 +32,7 @@ class Framework:
     environment: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     stock: tuple[str, ...] = ()
+    stock_command: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     further: tuple[str, ...] = ()
     ranks: tuple[int, ...] = (1, 2)
@@ -138,21 +140,24 @@ FRAMEWORKS = (
         "TRL, sft",
         "trl",
         ("trl", "sft", "--config", "job.yaml"),
+        stock=_TORCHRUN,
+        stock_command=("-m", "trl.scripts.sft", "--config", "job.yaml"),
         files={"job.yaml": _TRL + "datasets:\n  - {{path: json, data_files: '{data}/messages.jsonl'}}\n"},
-        further=("--num_processes", "{ranks}"),
     ),
     Framework(
         "TRL, dpo",
         "trl",
         ("trl", "dpo", "--config", "job.yaml"),
+        stock=_TORCHRUN,
+        stock_command=("-m", "trl.scripts.dpo", "--config", "job.yaml"),
         files={"job.yaml": _TRL + "datasets:\n  - {{path: json, data_files: '{data}/preferences.jsonl'}}\n"},
-        further=("--num_processes", "{ranks}"),
     ),
     Framework(
         "accelerate launch, causal language modelling",
         "accelerate",
         ("accelerate", "launch", "{programs}/language_model.py", "--data", "{data}", "--output_dir", "{out}"),
         stock=_TORCHRUN,
+        stock_command=("{programs}/language_model.py", "--data", "{data}", "--output_dir", "{out}"),
         shown="accelerate launch run_clm.py --output_dir …",
         ranks=(1, 2, 3),
     ),
