@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 # What only adds to a container; its contents may be a log that nothing reads.
 _ADDING = {"append", "extend", "add"}
+# After these, what follows in the code does not follow in the execution.
+_ENDS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RETURN", "RAISE", "RERAISE")
 _LOADS, _STORES = ("LOAD_FAST", "LOAD_NAME", "LOAD_DEREF"), ("STORE_FAST", "STORE_NAME", "STORE_DEREF")
 
 
@@ -46,23 +48,46 @@ def _of_loop(code: types.CodeType, at: int) -> LoopVariables:
 
 
 def _variables(instructions: Sequence[dis.Instruction], loads: tuple[str, ...]) -> LoopVariables:
-    first: dict[str, bool] = {}
-    stored, used = set[str](), set[str]()
-    for one, following in zip(instructions, [*instructions[1:], None], strict=True):
+    stored, used, loaded, carried = set[str](), set[str](), set[str](), set[str]()
+    certain = _certainly_set(instructions)
+    for number, (one, following) in enumerate(zip(instructions, [*instructions[1:], None], strict=True)):
         if one.opname.startswith(loads):
-            first.setdefault(one.argval, True)
+            loaded.add(one.argval)
+            if one.argval not in certain[number]:
+                carried.add(one.argval)
             adds = following is not None and following.opname.startswith(("LOAD_METHOD", "LOAD_ATTR"))
             if not (adds and following is not None and following.argval in _ADDING):
                 used.add(one.argval)
         elif one.opname.startswith(_STORES):
-            first.setdefault(one.argval, False)
             stored.add(one.argval)
     return LoopVariables(
-        frozenset(name for name in stored if first[name]),
+        frozenset(stored & carried),
         frozenset(used),
-        frozenset(name for name in stored if not first[name]),
-        frozenset(first.keys() - used - stored),
+        frozenset(stored - carried),
+        frozenset(loaded - used - stored),
     )
+
+
+def _certainly_set(instructions: Sequence[dis.Instruction]) -> list[frozenset[str]]:
+    """Return, for each instruction, the variables that every way to it from the first one has set."""
+    places = {one.offset: number for number, one in enumerate(instructions)}
+    found: list[frozenset[str] | None] = [None] * len(instructions)
+    waiting: list[tuple[int, frozenset[str]]] = [(0, frozenset())] if instructions else []
+    while waiting:
+        number, before = waiting.pop()
+        known = found[number]
+        now = before if known is None else known & before
+        if now == known:
+            continue
+        found[number] = now
+        one = instructions[number]
+        after = now | {one.argval} if one.opname.startswith(_STORES) else now
+        if "JUMP" in one.opname or one.opname == "FOR_ITER":
+            target = places.get(one.argval)
+            waiting += [(target, after)] if target is not None else []
+        if not one.opname.startswith(_ENDS) and number + 1 < len(instructions):
+            waiting.append((number + 1, after))
+    return [one if one is not None else frozenset() for one in found]
 
 
 @functools.cache

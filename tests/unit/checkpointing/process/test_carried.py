@@ -90,9 +90,33 @@ def reads_what_only_another_branch_sets() -> LoopVariables:
     return found
 
 
+def sets_it_in_one_branch_and_counts_in_the_other() -> LoopVariables:
+    count, found = 0, here()
+    for step in range(3):
+        if step == 1:
+            count = 0
+        else:
+            count += 1
+        found = here()
+    return found
+
+
+def sets_it_in_both_branches() -> LoopVariables:
+    found = here()
+    for step in range(3):
+        if step:  # noqa: SIM108 - two stores
+            count = 0
+        else:
+            count = 1
+        found = here() if count < 5 else found
+    return found
+
+
 @pytest.mark.parametrize(
     ("loop", "carries"),
     [
+        (sets_it_in_one_branch_and_counts_in_the_other, True),
+        (sets_it_in_both_branches, False),
         (counts, True),
         (counts_in_a_while_loop, True),
         (counts_around_an_inner_loop, True),
