@@ -96,6 +96,8 @@ def find_program(
     if _PYTHON.fullmatch(Path(word).name) and Path(word).suffix != ".py":
         return _after_python(args)
     path = Path(word)
+    if path.is_file() and _is_installed(path):
+        return _command(word, path, args)
     if path.is_file() and not command:
         if path.suffix != ".py" and (reader := _other_interpreter(path)):
             raise UsageError(
@@ -129,6 +131,11 @@ def _after_python(args: Sequence[str]) -> Program:
     found = find_program(rest[0], rest[1:])
     assert found is not None
     return found
+
+
+def _is_installed(path: Path) -> bool:
+    """Return whether a file is a command of this environment, named by its path."""
+    return path.suffix != ".py" and path.resolve().parent == Path(sysconfig.get_path("scripts")).resolve()
 
 
 def _which(word: str) -> Path | None:

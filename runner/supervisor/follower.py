@@ -223,7 +223,7 @@ class Follower:
             # The next connection may be to another run.
             self._run_id = self._spec = None
             self._stop_sent = self._busy_sent = False
-        self._session.announce_stop()
+        self._session.announce_stop(saves=self._node is None or self._node.saves)
         if self._session.stop and not self._stop_sent and self._member.connected:
             self._stop_sent = True
             self._member.send(messages.StopRun(reason=self._session.stop.reason))

@@ -78,6 +78,13 @@ def test_a_command_of_a_package_is_its_file(command: str, folder: Path) -> None:
     assert (found.label, found.stem, found.file) == (command, command, None)
 
 
+def test_a_command_may_be_named_by_its_path(folder: Path) -> None:
+    """As `runner rehearse` does: as a script, the launchers in it would start ranks of their own."""
+    for word in ("bin/own-cli", str(folder / "bin" / "own-cli")):
+        found = find_program(word, ["train"])
+        assert found is not None and (found.kind, found.label, found.args) == ("command", "own-cli", ("train",))
+
+
 def test_a_file_hides_a_command_unless_that_is_asked_for(folder: Path) -> None:
     Path("own-cli").write_text("print()\n")
     found, command = find_program("own-cli", []), find_program("own-cli", [], command=True)
