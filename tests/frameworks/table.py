@@ -102,6 +102,18 @@ _SWIFT = (
 )
 _VARIABLES = {"NPROC_PER_NODE": "{ranks}"}
 
+
+def _trl(method: str, rows: str) -> Framework:
+    return Framework(
+        f"TRL, {method}",
+        "trl",
+        ("trl", method, "--config", "job.yaml"),
+        stock=_TORCHRUN,
+        stock_command=("-m", f"trl.scripts.{method}", "--config", "job.yaml"),
+        files={"job.yaml": _TRL + f"datasets:\n  - {{{{path: json, data_files: '{{data}}/{rows}'}}}}\n"},
+    )
+
+
 FRAMEWORKS = (
     Framework(
         "LLaMA-Factory, SFT",
@@ -136,22 +148,8 @@ FRAMEWORKS = (
         {"job.yaml": _AXOLOTL},
         further=("--", "--nproc_per_node={ranks}"),
     ),
-    Framework(
-        "TRL, sft",
-        "trl",
-        ("trl", "sft", "--config", "job.yaml"),
-        stock=_TORCHRUN,
-        stock_command=("-m", "trl.scripts.sft", "--config", "job.yaml"),
-        files={"job.yaml": _TRL + "datasets:\n  - {{path: json, data_files: '{data}/messages.jsonl'}}\n"},
-    ),
-    Framework(
-        "TRL, dpo",
-        "trl",
-        ("trl", "dpo", "--config", "job.yaml"),
-        stock=_TORCHRUN,
-        stock_command=("-m", "trl.scripts.dpo", "--config", "job.yaml"),
-        files={"job.yaml": _TRL + "datasets:\n  - {{path: json, data_files: '{data}/preferences.jsonl'}}\n"},
-    ),
+    _trl("sft", "messages.jsonl"),
+    _trl("dpo", "preferences.jsonl"),
     Framework(
         "accelerate launch, causal language modelling",
         "accelerate",

@@ -244,6 +244,21 @@ def test_objects_of_the_script_that_runs_are_found_and_what_a_step_computes_is_n
     assert found["average"] is average and not {"loss", "step", "text"} & found.keys() and loss is not None and text
 
 
+def from_the_first_step() -> Callable[[int], list[str]]:
+    """Return what names the changes since its first call, from within the loop that calls it."""
+    seen: list[Coverage] = []
+
+    def look(step: int) -> list[str]:
+        if not seen:
+            # As where a loop begins: everything is there.
+            seen.append(Coverage(script_variables, set, set))
+            seen[0].begin()
+            return []
+        return seen[0].changed(step)
+
+    return look
+
+
 def loop(end: int, look: Callable[[int], Any]) -> Any:
     """A loop with variables of every sort; calls `look` at the end of each step."""
     best, patience, log, recent, moving = 9.0, 0, list[float](), deque[float](maxlen=2), {"w": torch.zeros(2)}
@@ -274,16 +289,7 @@ def loop(end: int, look: Callable[[int], Any]) -> Any:
 
 
 def test_what_a_loop_carries_is_named_and_what_it_computes_or_logs_is_not() -> None:
-    seen: list[Coverage] = []
-
-    def look(step: int) -> list[str]:
-        if not seen:
-            # As where a loop begins: everything is there.
-            seen.append(Coverage(script_variables, set, set))
-            seen[0].begin()
-            return []
-        return seen[0].changed(step)
-
+    look = from_the_first_step()
     names = {name.partition("[")[0] for name in loop(4, look)}
     assert {"best", "moving", "recent", "numbers", "tables", "mean_in_place", "counts", "weights", "updates"} <= names
     assert not {"log", "value", "took", "began", "step", "end", "slow", "constant", "batch"} & names
@@ -322,15 +328,7 @@ def test_global_variables_that_functions_use_are_looked_at_wherever_they_run(
     (tmp_path / "own_script.py").write_text(SCRIPT)
     monkeypatch.syspath_prepend(str(tmp_path))
     script = importlib.import_module("own_script")
-    seen: list[Coverage] = []
-
-    def look(step: int) -> list[str]:
-        if not seen:
-            seen.append(Coverage(script_variables, set, set))
-            seen[0].begin()
-            return []
-        return seen[0].changed(step)
-
+    look = from_the_first_step()
     found = [list[str]()]
     thread = threading.Thread(target=lambda: found.append(getattr(script, entry)(look)))
     thread.start()
