@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from typing import Any
 
 # What a file system answers that may pass by itself: a failover, an outage. No mistakes in a name or a permission.
 PASSING_ERRNOS = frozenset(
@@ -68,6 +69,16 @@ EXIT_PREEMPTED = 75
 
 class CheckpointError(Exception):
     """Base of all errors that this package raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have other ranks receive it as it is, though its constructor takes something else than its text."""
+        return _as_raised, (type(self), self.args, vars(self))
+
+
+def _as_raised(kind: type[CheckpointError], args: tuple[Any, ...], values: dict[str, Any]) -> CheckpointError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(values)
+    return error
 
 
 class InvalidCheckpoint(CheckpointError):

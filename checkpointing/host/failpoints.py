@@ -51,6 +51,9 @@ NAMES = (
     "remote.publishing",  # the manifest is about to be put
     "remote.published",  # it is put
     "remote.committed",  # and the fence was checked again
+    "dcp.written",  # a file of torch.distributed.checkpoint is written, not durable yet
+    "dcp.publishing",  # all of them are in their place, the index is about to be
+    "dcp.published",  # it is
     "shard.written",  # a node that does not commit has written a shard
     "shard.reported",  # and its digests
     "split.written",  # the node that commits has written its parts of a file that several nodes write

@@ -12,6 +12,7 @@ from checkpointing.errors import CommitConflict, ForeignCheckpoint, InvalidCheck
 from checkpointing.format.manifest import MANIFEST_NAME, Manifest
 from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.fence import Claim, Fence
+from checkpointing.storage.object_store import ObjectStore
 from checkpointing.storage.rates import Rates
 from checkpointing.storage.sidecars import Sidecars
 
@@ -119,6 +120,7 @@ class Storage(ABC):
     Attributes:
         location: Path or URL that names it.
         root: Directory of this machine that holds everything, where there is one: its files can be renamed, locked.
+        store: The object store that holds everything, where there is one.
         sidecars: Small files kept with the checkpoints.
         writes_at_once: How many files are best written in parallel.
         can_split: Whether several nodes can write one file.
@@ -128,6 +130,7 @@ class Storage(ABC):
 
     location: str
     root: Path | None = None
+    store: ObjectStore | None = None
     sidecars: Sidecars
     writes_at_once = 1
     can_split = False

@@ -15,7 +15,7 @@ import contextlib
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from checkpointing.format.manifest import MANIFEST_NAME, Manifest
 from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Storage
 from checkpointing.storage.fence import Fence
-from checkpointing.storage.object_store import ObjectStore, SharedUploads, StorageError, StorageTimeout
+from checkpointing.storage.object_store import ObjectFile, ObjectStore, SharedUploads, StorageError, StorageTimeout
 from checkpointing.storage.rates import Rates, measure_objects
 from checkpointing.storage.sidecars import ObjectSidecars
 
@@ -35,19 +35,6 @@ _DATA = re.compile(rf"({CHECKPOINT_PREFIX}{NUMBER}/({NUMBER})\.[0-9a-f]+)/")
 _FENCE = re.compile(rf"fence/({NUMBER})\.json\Z")
 # A newer fence may replace one that was listed, but not again and again.
 _FENCE_LOOKS = 10
-
-
-@dataclass(frozen=True)
-class ObjectFile:
-    """See `RemoteFile`."""
-
-    store: ObjectStore
-    key: str
-    nbytes: int
-
-    def read_into(self, start: int, target: memoryview) -> None:
-        """Get a range."""
-        self.store.read_into(self.key, start, target)
 
 
 class ObjectTransaction:
@@ -185,7 +172,7 @@ class ObjectStorage(Storage):
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store.location)
-        self.store = store
+        self.store: ObjectStore = store
         self.sidecars = ObjectSidecars(store)
         self.can_split = store.shared_uploads is not None
 

@@ -7,6 +7,7 @@ implements these and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -94,3 +95,16 @@ class ObjectStore(Protocol):
 
     def abort_uploads(self, among: Callable[[str], bool] = lambda key: True) -> int:
         """Abort uploads of those keys that dead writers have left unfinished; return their number."""
+
+
+@dataclass(frozen=True)
+class ObjectFile:
+    """An object, to be read by ranges: a `RemoteFile`."""
+
+    store: ObjectStore
+    key: str
+    nbytes: int
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Get a range."""
+        self.store.read_into(self.key, start, target)

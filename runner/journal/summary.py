@@ -227,6 +227,7 @@ def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of eve
         case Progress(step=step):
             run.step = step
         case Committed(step=step, tier=tier):
+            run.unsaved = None
             if step not in run.committed:
                 run.committed.append(step)
             if step >= run.newest_by_tier.get(tier, -1):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from checkpointing.agent.events import (
     BatchShape,
@@ -28,7 +29,7 @@ from checkpointing.agent.events import (
     Transfer,
 )
 from checkpointing.host.heartbeat import Heartbeat
-from runner.journal.events import Progress, Record
+from runner.journal.events import Progress, Record, parse_event
 from runner.journal.summary import describe_slow_ranks
 from runner.ui.progress import ProgressDisplay
 
@@ -46,6 +47,9 @@ class AgentEvents:
         damaged: Why snapshots were found to be damaged in this node's memory, in this session.
         total_steps: Step at which the training of the running attempt ends; None if it is not known.
         slow: Which ranks of the running attempt compute more slowly than the others; None if none was found yet.
+        program_start: Step that a program with checkpoints of its own has loaded in the running attempt.
+        program_step: The newest step that it has loaded or saved there.
+        program_saves: Whether it has checkpoints of its own.
     """
 
     def __init__(self, display: ProgressDisplay, record: Record) -> None:
@@ -61,6 +65,8 @@ class AgentEvents:
         self._failed_saves: dict[str, tuple[int, str]] = {}
         # The newest step that was recorded from heartbeats, and when.
         self._recorded_step, self._recorded_at = 0, 0.0
+        self.program_start = self.program_step = 0
+        self.program_saves = False
 
     @property
     def failed_saves(self) -> tuple[int, str]:
@@ -74,6 +80,7 @@ class AgentEvents:
         # Only a leader that was outpaced begins another attempt then.
         self.fenced = None
         self._recorded_step, self._recorded_at = 0, 0.0
+        self.program_start = self.program_step = 0
         self._display.state.attempt, self._display.state.activity = number, "starting"
 
     def show_heartbeats(self, beats: Iterable[Heartbeat], now: float) -> None:
@@ -95,6 +102,18 @@ class AgentEvents:
         self._record(event)
         self._act_on(event)
         self._show_training(event)
+
+    def handle_program(self, report: Mapping[str, Any]) -> None:
+        """Handle what a program's own checkpoints have come to; what cannot be read is dropped."""
+        details = {name: value for name, value in report.items() if name != "event"}
+        event = parse_event(str(report.get("event")), details)
+        self.program_saves |= isinstance(event, Resumed | Committed)
+        if isinstance(event, Resumed):
+            self.program_start = self.program_step = event.step
+        elif isinstance(event, Committed):
+            self.program_step = max(self.program_step, event.step)
+        if isinstance(event, Resumed | Committed | CommitFailedEvent | CheckpointQuarantined):
+            self.handle(event)
 
     def handle_forwarded(self, event: Event) -> None:
         """Handle what rank 0 or an agent of another node has reported, as if it had been reported here."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpointing.agent.protocol import Message
-from checkpointing.host.heartbeat import Heartbeat, Phase
+from checkpointing.host.heartbeat import Heartbeat, Phase, machine_clock
 from runner.config.schema import Config
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
 from runner.journal.events import BestModel, NothingSaved, RankStarted, Record
@@ -21,6 +21,8 @@ from runner.ranks.watch import (
     Done,
     Failed,
     PreemptedRank,
+    ProgramCheckpoint,
+    ProgramSteps,
     RankMessage,
     RankWatch,
     Started,
@@ -102,6 +104,8 @@ class Attempt:
             host=host,
             heartbeats=self.heartbeats,
         )
+        # When an optimizer of a program took its first step, by `machine_clock`; 0 before that.
+        self._stepped_at = 0.0
         self._relay = OutputRelay(display.pass_on) if job.show_output else None
         self.hangs = HangCheck(
             Watchdog(config.restart, watch_start=job.program is None, now=now),
@@ -115,7 +119,7 @@ class Attempt:
 
     # -- what ranks, launcher and supervisor report --------------------------------------------------------------------
 
-    def on_rank(self, message: RankMessage) -> None:
+    def on_rank(self, message: RankMessage) -> None:  # noqa: C901 - A table of messages.
         """Handle a message of a rank of this attempt."""
         match message:
             case Started():
@@ -137,6 +141,10 @@ class Attempt:
                 found = NothingSaved(reason=reason)
                 self._record(found)
                 self._display.message(found.describe())
+            case ProgramSteps():
+                self._stepped_at = self._stepped_at or machine_clock()
+            case ProgramCheckpoint(report=report):
+                self._checkpoints.handle_program(report)
             case BestModelWritten(step=step):
                 self._record(BestModel(step=step))
 
@@ -265,13 +273,19 @@ class Attempt:
         """Return how the attempt ended; `on_journal_clock` converts a time of `machine_clock`."""
         assert self.result is not None
         beats = self.heartbeats()
-        start_step = max((beat.start_step for beat in beats), default=0)
-        step = max((beat.step for beat in beats), default=0)
+        # A program with checkpoints of its own sends no heartbeats, but what it has loaded and saved.
+        start_step = max((beat.start_step for beat in beats), default=0) or self._checkpoints.program_start
+        step = max((beat.step for beat in beats), default=0) or self._checkpoints.program_step
+        last_at = max((beat.time for beat in beats if beat.start_time), default=0.0)
+        if not last_at and self._stepped_at:
+            # Until now, as far as is known.
+            last_at = machine_clock()
         failure = failure_of(
             self.result,
             self.ranks.ends(self.result["failures"]),
             start_step=start_step,
             step=step,
+            has_stepped=self._stepped_at > 0,
             kernel_oom_kills=self._host.oom_kills() - self._oom_kills_before,
             idle={rank for rank, local in self.ranks.local_ranks.items() if _is_idle(beats, local)},
             verdict=self._verdict,
@@ -287,11 +301,11 @@ class Attempt:
         return AttemptResult(
             failure.at_step(step),
             start_step,
-            _converted(max((beat.start_time for beat in beats), default=0.0), on_journal_clock),
-            _converted(max((beat.time for beat in beats if beat.start_time), default=0.0), on_journal_clock),
+            _converted(max((beat.start_time for beat in beats), default=0.0) or self._stepped_at, on_journal_clock),
+            _converted(last_at, on_journal_clock),
             self.failed_at,
             self.ranks.log(failure.rank),
-            any(beat.phase is not Phase.STARTING for beat in beats),
+            any(beat.phase is not Phase.STARTING for beat in beats) or self._checkpoints.program_saves,
         )
 
 

@@ -118,6 +118,7 @@ def failure_of(
     *,
     start_step: int = 0,
     step: int = 0,
+    has_stepped: bool = False,
     kernel_oom_kills: int = 0,
     idle: Set[int] = frozenset(),
     verdict: Failure | None = None,
@@ -131,7 +132,8 @@ def failure_of(
 ) -> Failure:
     """Return why an attempt ended on this node; the kind of a good end is not a failure. Pure.
 
-    The launcher's result is its last message, or one in its place for a launcher that was lost. Ranks in `idle` ran no
+    The launcher's result is its last message, or one in its place for a launcher that was lost. A script that sends no
+    heartbeats may have trained, too (`has_stepped`). Ranks in `idle` ran no
     training step when they ended. The `verdict` is why this runner ended the attempt, if it did. `failed_saves` are
     those of a tier in a row, and why the last one failed. With `script_signalled`, a script without checkpoints of ours
     was sent SIGTERM; ranks in `asked` were asked to stop by something other than the runner; with `stopping`, the
@@ -158,6 +160,7 @@ def failure_of(
         finished=finished,
         started_step=start_step,
         step=step,
+        has_stepped=has_stepped,
         kernel_oom_kills=kernel_oom_kills,
         idle=idle,
     )

@@ -9,7 +9,7 @@ import signal
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -94,7 +94,32 @@ class UnprotectedProgram(_Message):
     reason: _Text
 
 
-RankMessage = Started | Done | PreemptedRank | Failed | StopSignal | BestModelWritten | UnprotectedProgram
+class ProgramSteps(_Message):
+    """An optimizer of a program has taken its first step."""
+
+    event: Literal["program_steps"]
+    rank: _Count
+
+
+class ProgramCheckpoint(_Message):
+    """What a program's own `torch.distributed.checkpoint` has saved, loaded or found damaged: an event, as a dict."""
+
+    event: Literal["program_checkpoint"]
+    rank: _Count
+    report: dict[str, Any]
+
+
+RankMessage = (
+    Started
+    | Done
+    | PreemptedRank
+    | Failed
+    | StopSignal
+    | BestModelWritten
+    | UnprotectedProgram
+    | ProgramSteps
+    | ProgramCheckpoint
+)
 _ANY_MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(discriminator="event")])
 
 

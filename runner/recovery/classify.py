@@ -62,6 +62,7 @@ def classify(
     finished: bool,
     started_step: int,
     step: int,
+    has_stepped: bool = False,
     kernel_oom_kills: int = 0,
     idle: Set[int] = frozenset(),
 ) -> Failure:
@@ -72,6 +73,7 @@ def classify(
         finished: Whether all ranks exited with status 0.
         started_step: Step that the attempt started from.
         step: Its last finished step.
+        has_stepped: Whether it has trained, though its steps are not known.
         kernel_oom_kills: Processes of this cgroup that the kernel killed meanwhile for lack of memory.
         idle: Ranks that ran no training step when they ended.
     """
@@ -83,7 +85,7 @@ def classify(
         return Failure(FailureKind.PREEMPTED, "stopped on request, checkpoint committed", step=step)
     if not ends:
         return Failure(FailureKind.LAUNCHER_LOST, "the attempt ended without a report from any rank", step=step)
-    failure = _classify_cause(_first_cause(ends), started_step, step, kernel_oom_kills)
+    failure = _classify_cause(_first_cause(ends), started_step, step, has_stepped, kernel_oom_kills)
     if failure.kind is FailureKind.OUT_OF_MEMORY and failure.rank in idle:
         return _outside_steps(failure)
     early = failure.kind is FailureKind.OUT_OF_MEMORY and step <= started_step
@@ -100,7 +102,7 @@ def _outside_steps(failure: Failure) -> Failure:
     return replace(failure, kind=kind, cause=failure.cause + kind.rule.advice, signature=signature)
 
 
-def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kills: int) -> Failure:
+def _classify_cause(first: RankEnd, started_step: int, step: int, has_stepped: bool, kernel_oom_kills: int) -> Failure:
     if first.error is None and first.last_words is not None:
         cause = f"rank {first.rank} was aborted: {first.last_words}"
         # A connection may break at any step, and again.
@@ -119,6 +121,9 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kil
     cause = f"rank {first.rank}: {_one_line(first.error.removeprefix('SystemExit: '))}"
     signature = "" if is_effect(first.error) else f"{first.error.partition(':')[0]}|{first.frame}|{step}"
     known = kind_of_error(first.error)
+    if first.error.startswith("DamagedCheckpoint"):
+        # It was quarantined, so that each attempt finds another one.
+        return Failure(FailureKind.CRASHED, cause, first.rank, step)
     if first.error.startswith("StorageUnreachable") and known is not FailureKind.STORAGE_FAILED:
         # It may answer again by the next attempt, before the first step or in the middle.
         return Failure(FailureKind.CRASHED, cause, first.rank, step)
@@ -131,7 +136,7 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kil
         return Failure(known, cause + known.rule.advice, first.rank, step, signature)
     if first.transient:
         return Failure(FailureKind.NETWORK, cause, first.rank, step)
-    before_first_step = step == 0 and started_step == 0 and not is_effect(first.error)
+    before_first_step = step == 0 and started_step == 0 and not has_stepped and not is_effect(first.error)
     kind = FailureKind.BOOT if before_first_step else FailureKind.CRASHED
     return Failure(kind, cause, first.rank, step, signature)
 

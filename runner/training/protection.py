@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from checkpointing.agent.events import Event
 from checkpointing.commit.tiers import STAGES
 from runner.errors import ExitCode, RunnerError
 
@@ -32,10 +33,21 @@ class Protection:
         mode: `auto`; `require`, with which a program that cannot be protected ends; or `off`, with which trainers stay
             what they are.
         report: Takes the reason why nothing is saved, once.
+        stepped: Called with the first step of an optimizer.
+        saved: Takes what `torch.distributed.checkpoint` has saved, loaded or found damaged.
     """
 
-    def __init__(self, mode: str, report: Callable[[str], None]) -> None:
-        self._mode, self._report = mode, report
+    def __init__(
+        self,
+        mode: str,
+        report: Callable[[str], None],
+        stepped: Callable[[], None] = lambda: None,
+        saved: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self._mode, self._report, self._report_step, self._report_saved = mode, report, stepped, saved
+        # Whether the program has checkpoints of torch's kind.
+        self._has_own = self._is_over = False
+        self._loaded_before = frozenset(sys.modules)
         self._has_reported, self._num_steps = False, 0
         self._lock = threading.Lock()
         self._hook: Any = None
@@ -47,6 +59,7 @@ class Protection:
         if self._mode != "off":
             when_imported("transformers.trainer", self._protect_transformers)
             when_imported("lightning.pytorch", self._protect_lightning)
+            when_imported("torch.distributed.checkpoint", self._protect_dcp)
         when_imported("torch.optim.optimizer", self._watch_optimizers)
 
     def _protect_transformers(self, module: ModuleType) -> None:
@@ -59,6 +72,19 @@ class Protection:
 
         protect_trainers()
 
+    def _protect_dcp(self, module: ModuleType) -> None:
+        from checkpointing.dcp import protect
+
+        protect(self._saved)
+
+    def _saved(self, event: Event) -> None:
+        self._has_own = True
+        self._report_saved(event)
+
+    @property
+    def _is_saved(self) -> bool:
+        return self._has_own or STAGES.were_entered
+
     def _watch_optimizers(self, module: Any) -> None:
         self._hook = module.register_optimizer_step_post_hook(self._stepped)
 
@@ -66,15 +92,29 @@ class Protection:
         self._num_steps += 1
         if self._num_steps == 1:
             self._timer.start()
-        if self._num_steps >= _STEPS or STAGES.were_entered:
+            self._report_step()
+        if self._is_saved or self._is_over or (self._num_steps == _STEPS and not self._has_own_calls()):
             self._hook.remove()
             self._timer.cancel()
             self._look()
-            if self._mode == "require" and not STAGES.were_entered:
+            if self._mode == "require" and not self._is_saved:
                 raise Unprotected(self._text(_NOTHING_SEEN))
 
+    def _has_own_calls(self) -> bool:
+        """Return whether a module of the program can call `torch.distributed.checkpoint`: its saves may be rare."""
+        dcp: Any = sys.modules.get("torch.distributed.checkpoint")
+        if dcp is None or self._mode == "off":
+            return False
+        calls = {id(dcp), *(id(getattr(dcp, name)) for name in ("save", "async_save", "load"))}
+        return any(
+            not calls.isdisjoint(map(id, vars(module).values()))
+            for name, module in list(sys.modules.items())
+            if (name not in self._loaded_before or name == "__main__") and not name.startswith("torch.")
+        )
+
     def _look(self) -> None:
-        if not STAGES.were_entered:
+        self._is_over = True
+        if not self._is_saved:
             self._say(_NOTHING_SEEN)
 
     def _refuse(self, reason: str) -> None:

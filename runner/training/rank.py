@@ -99,7 +99,7 @@ def run_rank(spec: dict[str, Any]) -> None:
 
             run_job(spec["config"], spec["cache"], sender, resumes=spec["resumes"])
         else:
-            Protection(spec["resilient"], lambda reason: _report_unprotected(sender, rank, reason)).begin()
+            _protection(spec["resilient"], sender, rank).begin()
             run_program(Program.from_json(spec["program"]))
     except SystemExit as error:
         if error.code == EXIT_PREEMPTED:
@@ -120,6 +120,15 @@ def run_rank(spec: dict[str, Any]) -> None:
         # under torchrun.
         atexit._run_exitfuncs()
     sender.send_surely("rank_done", rank=rank)
+
+
+def _protection(mode: str, sender: EventSender, rank: int) -> Protection:
+    return Protection(
+        mode,
+        lambda reason: _report_unprotected(sender, rank, reason),
+        lambda: sender.send_surely("program_steps", rank=rank),
+        lambda event: sender.send_surely("program_checkpoint", rank=rank, report=event.to_dict()),
+    )
 
 
 def _report_unprotected(sender: EventSender, rank: int, reason: str) -> None:

@@ -96,7 +96,7 @@ class Trial:
         # Each counts the steps of its own process.
         steps = draw.sample(range(2, 8), 3)
         armed = {
-            "CHECKPOINT_FAILPOINTS": f"training.step=kill@{','.join(map(str, steps))}",
+            "CHECKPOINT_FAILPOINTS": framework.killed or f"training.step=kill@{','.join(map(str, steps))}",
             "CHECKPOINT_FAILPOINTS_ONCE": str(fired),
         }
         for name, variables in (("ours", {}), ("killed", armed)):
@@ -166,22 +166,36 @@ def _last(folder: Path) -> Path:
 
 _READ = """
 import glob, hashlib, json, os, sys, torch
-from safetensors.torch import load_file
 found = {}
+def flat(value, name=""):
+    for key, one in value.items() if isinstance(value, dict) else ():
+        yield from flat(one, f"{name}.{key}")
+    if isinstance(value, torch.Tensor):
+        yield name, value
 for kind, folder in (("checkpoint", sys.argv[1]), ("result", sys.argv[2])):
     pattern = "**/*" if kind == "checkpoint" else "*"
-    for path in [*glob.glob(f"{folder}/{pattern}", recursive=True), *glob.glob(f"{folder}/final/**/*", recursive=True)]:
+    own = glob.glob(f"{folder}/checkpoint/step-*/.metadata")
+    own.sort(key=lambda path: int(path.split("-")[-1].split("/")[0]))
+    for path in [
+        *glob.glob(f"{folder}/{pattern}", recursive=True), *glob.glob(f"{folder}/final/**/*", recursive=True), *own[-1:]
+    ]:
         name = f"{kind} {os.path.relpath(path, folder)}"
         if path.endswith(".safetensors"):
+            from safetensors.torch import load_file
             tensors = load_file(path)
         elif os.path.basename(path) in ("final.pt",):
             tensors = torch.load(path)
+        elif os.path.basename(path) == ".metadata":
+            from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+            dcp_to_torch_save(os.path.dirname(path), "whole.pt")
+            whole = torch.load("whole.pt", weights_only=False)
+            tensors = dict(flat(whole))
         else:
             continue
         state = hashlib.sha256()
         for key in sorted(tensors):
             state.update(key.encode() + str(tensors[key].dtype).encode())
-            state.update(tensors[key].contiguous().view(torch.uint8).numpy().tobytes())
+            state.update(tensors[key].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         found[name] = state.hexdigest()
 print(json.dumps(found))
 """
@@ -189,7 +203,8 @@ print(json.dumps(found))
 
 def _tensors(python: Path, checkpoint: Path, result: Path) -> dict[str, str]:
     """Return digests of the tensors in a checkpoint and a result: how a file is laid out does not matter."""
-    done = subprocess.run([python, "-c", _READ, checkpoint, result], capture_output=True, text=True, check=True)
+    command = [str(python), "-W", "ignore", "-c", _READ, str(checkpoint), str(result)]
+    done = subprocess.run(command, cwd=result.parent, capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -24,6 +24,7 @@ class Framework:
         further: Arguments of the stock command, with which it starts the ranks.
         ranks: Numbers of ranks.
         shown: What the page shows as the command.
+        killed: Where ranks are killed; empty for three random steps.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Framework:
     further: tuple[str, ...] = ()
     ranks: tuple[int, ...] = (1, 2)
     shown: str = ""
+    killed: str = ""
 
 
 _TORCHRUN = ("torchrun", "--nproc-per-node", "{ranks}")
@@ -100,6 +102,32 @@ _SWIFT = (
     "--learning_rate 1e-3 --output_dir {out} --add_version false --report_to none --split_dataset_ratio 0 "
     "--dataloader_num_workers 0 --dataset_num_proc 1"
 )
+_TORCHTITAN = f"""
+[job]
+dump_folder = "out"
+[model]
+name = "llama3"
+flavor = "debugmodel"
+hf_assets_path = "tokenizer"
+[training]
+local_batch_size = 1
+seq_len = 64
+steps = {STEPS}
+dataset = "c4_test"
+[debug]
+seed = 1
+[parallelism]
+data_parallel_replicate_degree = {{ranks}}
+data_parallel_shard_degree = 1
+[lr_scheduler]
+warmup_steps = 2
+[activation_checkpoint]
+mode = "none"
+[checkpoint]
+enable = true
+interval = {SAVE_STEPS}
+last_save_model_only = false
+"""
 _VARIABLES = {"NPROC_PER_NODE": "{ranks}"}
 
 
@@ -181,5 +209,20 @@ FRAMEWORKS = (
         stock=_TORCHRUN,
         shown="train.py",
         ranks=(1, 2, 3),
+    ),
+    *(
+        Framework(
+            f"torchtitan, {name}",
+            "torchtitan",
+            ("{programs}/pretraining.py",),
+            "torchtitan",
+            {"job.toml": _TORCHTITAN + f'async_mode = "{mode}"\n'},
+            stock=_TORCHRUN,
+            shown="-m torchtitan.train --job.config_file job.toml",
+            ranks=(1, 2, 3),
+            # It counts no steps of ours: in a save, before its index is there, and after.
+            killed="dcp.publishing=kill; dcp.published=kill; dcp.written=kill@2",
+        )
+        for name, mode in (("pre-training", "disabled"), ("pre-training, asynchronous saves", "async"))
     ),
 )

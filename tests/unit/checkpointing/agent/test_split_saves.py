@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, two_tiers
@@ -114,7 +115,7 @@ def test_a_node_whose_storage_refuses_goes_on(nodes: tuple[Bench, Bench]) -> Non
     _, other = nodes
     arena = snapshot(other, 1)
     other.store.refuses = "quota exceeded"
-    elsewhere = other.tiers.durable.store  # type: ignore[attr-defined]
+    elsewhere: Any = other.tiers.durable.store
     elsewhere.refuses = "quota exceeded"
     assert other.settle() == [Digested(), PortionEnded()]
     assert arena.state is ArenaState.WHOLE and other.scheduler.outcomes == {7: None}

@@ -66,15 +66,16 @@ def test_a_name_that_only_resembles_a_checkpoints_is_ignored(number: str, tmp_pa
 def test_a_foreign_object_is_neither_fence_nor_checkpoint(number: str) -> None:
     """`fence/007.json` was listed as fence 7, which did not exist: looking for it overflowed the stack."""
     storage = open_storage(f"memory://{uuid.uuid4().hex}/runs")
-    storage.store.put(f"fence/{number}.json", b"foreign")  # type: ignore[attr-defined]
-    storage.store.put(f"checkpoint-{number}/manifest.json", b"foreign")  # type: ignore[attr-defined]
+    assert storage.store is not None
+    storage.store.put(f"fence/{number}.json", b"foreign")
+    storage.store.put(f"checkpoint-{number}/manifest.json", b"foreign")
     assert storage.fence() == Fence() and storage.steps() == [] and storage.sweep() == []
 
 
 def test_a_fence_that_is_listed_but_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(f"memory://{uuid.uuid4().hex}/runs")
     storage.begin_attempt(3)
-    monkeypatch.setattr(storage.store, "get", lambda key: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(storage.store, "get", lambda key: None)
     with pytest.raises(OSError, match=r"fence/3\.json is listed, but cannot be read"):
         storage.fence()
 

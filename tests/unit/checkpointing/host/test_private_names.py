@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing.dcp.seam import DCP
 from checkpointing.errors import CheckpointError
 from checkpointing.host.private_names import PrivateAttribute, PrivateMethod, PrivateName, Seam
 from checkpointing.lightning.seam import LIGHTNING, TORCHMETRICS
@@ -17,7 +18,7 @@ from checkpointing.transformers.seam import ACCELERATE, TRANSFORMERS, TRL
 
 ROOT = Path(__file__).resolve().parents[4]
 HERE = "unit.checkpointing.host.test_private_names"
-SEAMS = (TRANSFORMERS, ACCELERATE, TRL, LIGHTNING, TORCHMETRICS, REGISTERED)
+SEAMS = (TRANSFORMERS, ACCELERATE, TRL, LIGHTNING, TORCHMETRICS, REGISTERED, DCP)
 
 
 class Loop:

@@ -185,3 +185,17 @@ def test_slow_ranks_are_named_and_forgotten_by_the_next_attempt() -> None:
     ]
     bench.events.begin_attempt(2)
     assert bench.events.slow is None
+
+
+def test_what_a_program_has_saved_by_itself_counts_until_the_next_attempt() -> None:
+    bench = Bench()
+    bench.events.handle_program(Resumed(step=5, source="local").to_dict())
+    bench.events.handle_program(Committed(step=10).to_dict())
+    assert (bench.events.program_start, bench.events.program_step, bench.events.program_saves) == (5, 10, True)
+    assert [event.name for event in bench.recorded] == ["resumed", "committed"]
+    # Any process of the same user can write to the socket.
+    for report in ({}, {"event": "fenced", "reason": "x"}, {"event": "committed", "step": "x"}, {"event": 7}):
+        bench.events.handle_program(report)
+    assert len(bench.recorded) == 2 and bench.events.fenced is None
+    bench.events.begin_attempt(2)
+    assert (bench.events.program_start, bench.events.program_step, bench.events.program_saves) == (0, 0, True)

@@ -381,3 +381,15 @@ def test_the_error_of_a_data_loaders_worker_is_its_own(name: str, traceback: str
     assert read_error_file(path) == (f"{error} (in DataLoader worker process 0)", "/job/train.py:14", 7.0)
     path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
     assert read_error_file(path) == (message, "/torch/dataloader.py:1", 7.0), "cut"
+
+
+def test_a_program_that_has_trained_without_heartbeats_has_not_failed_at_its_start() -> None:
+    end = RankEnd(0, 0, 1, "ValueError: a", "f.py:3")
+    assert classify([end], finished=False, started_step=0, step=0, has_stepped=True).kind is K.CRASHED
+
+
+def test_a_damaged_checkpoint_of_a_program_is_retried_each_time() -> None:
+    """It was quarantined: the next attempt finds another one, damaged or not."""
+    end = RankEnd(0, 0, 1, "DamagedCheckpoint: /ck/step-15: a was altered", "f.py:3")
+    found = classify([end], finished=False, started_step=0, step=0)
+    assert (found.kind, found.signature) == (K.CRASHED, "")

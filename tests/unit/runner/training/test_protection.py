@@ -6,11 +6,13 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from checkpointing.agent.events import Committed
 from checkpointing.commit.tiers import TrainingStages
 from runner.training import protection as module
 from runner.training.protection import Protection, Unprotected, when_imported
@@ -100,3 +102,36 @@ def test_what_is_imported_later_is_given_then(tmp_path: Path, monkeypatch: pytes
     found = importlib.import_module("imported_later")
     assert given == [3] and found.__spec__ is not None and type(found.__spec__.loader).__name__ == "SourceFileLoader"
     del sys.modules["imported_later"]
+
+
+def test_a_program_whose_own_saves_may_be_rare_is_given_time(
+    monkeypatch: pytest.MonkeyPatch, stages: TrainingStages
+) -> None:
+    rank = Rank("require")
+    loop = ModuleType("of_the_program")
+    loop.dcp = importlib.import_module("torch.distributed.checkpoint")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "of_the_program", loop)
+    rank.step(5)
+    assert rank.reasons == []
+    rank.protection._look()
+    assert rank.reasons == ["no Trainer and no CheckpointManager seen"]
+    with pytest.raises(Unprotected):
+        rank.step(1)
+
+
+def test_a_program_that_has_saved_by_itself_is_protected() -> None:
+    rank = Rank("require")
+    rank.protection._saved(Committed(step=1))
+    rank.step(5)
+    rank.protection._look()
+    assert rank.reasons == []
+
+
+def test_the_first_step_is_reported_once() -> None:
+    found: list[str] = []
+    protection = Protection("auto", found.append, lambda: found.append("stepped"))
+    protection._watch_optimizers(OPTIMIZER)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.step()
+    optimizer.step()
+    assert found == ["stepped"]
