@@ -21,7 +21,7 @@ from checkpointing.errors import CheckpointError, Preempted
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
 from checkpointing.lightning.data import FollowedLoaders
-from checkpointing.lightning.loop_state import LightningLoopState
+from checkpointing.lightning.loop_state import LightningLoopState, exported_in, saved_in, watched_in
 from checkpointing.manager import stop_signal
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.manager.rehearsal import ends_rehearsal
@@ -170,6 +170,10 @@ class ResilientCheckpoint(Checkpoint):
         _take_signals_back(trainer, self._handlers)
         self._loop.go_on()
         self._global_step = trainer.global_step
+        script = self._manager.script
+        script.is_in_trainer = True
+        script.roots = lambda: watched_in(trainer, self)
+        script.saved, script.exported = lambda: saved_in(trainer, self), lambda: exported_in(trainer, self)
         total = trainer.estimated_stepping_batches
         self._manager.begin(self._loop.step, int(total) if math.isfinite(total) else None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torchmetrics import Metric
+
+from checkpointing.process.reachable import is_own_module, settings_of
 
 # What a logged value is besides numbers.
 _LOGGED_AS = (
@@ -242,3 +245,39 @@ def _metadata(saved: Mapping[str, Any], reduce: Any) -> _Metadata:
     meta = _Metadata(**{name: saved[name] for name in _LOGGED_AS}, reduce_fx=reduction)
     meta.sync = _Sync(_should=saved["sync"], fn=reduce, rank_zero_only=saved["rank_zero_only"])
     return meta
+
+
+# -- what no checkpoint holds ----------------------------------------------------------------------------------------
+
+# What Lightning itself changes in its `Trainer`; it is restored.
+_CHANGED_SETTINGS = ("should_stop", "accumulate_grad_batches")
+
+
+def watched_in(trainer: Any, owner: object) -> dict[str, object]:
+    """Return the objects of a trainer in which what no checkpoint holds is looked for, by name.
+
+    Args:
+        trainer: The trainer.
+        owner: The callback that saves.
+    """
+    found: dict[str, object] = {"trainer": settings_of(trainer, _CHANGED_SETTINGS)}
+    hyperparameters = getattr(trainer.lightning_module, "_hparams", None)
+    if isinstance(hyperparameters, dict):
+        found["hparams"] = SimpleNamespace(**hyperparameters)
+    for callback in trainer.callbacks:
+        if callback is not owner:
+            found.setdefault(type(callback).__name__, callback)
+    return found if trainer.datamodule is None else {**found, "datamodule": trainer.datamodule}
+
+
+def saved_in(trainer: Any, owner: object) -> list[object]:
+    """Return the objects of a trainer that are saved, or belong to its loops, of which what matters is saved."""
+    metrics = [metric for _, metric in _metrics(trainer.lightning_module)]
+    callbacks = [one for one in trainer.callbacks if not is_own_module(type(one).__module__)]
+    return [trainer, owner, trainer.fit_loop, trainer.strategy, trainer.profiler, *callbacks, *metrics]
+
+
+def exported_in(trainer: Any, owner: object) -> list[tuple[object, Any]]:
+    """Return the callbacks and the data module of the script's classes that are saved, each with what is saved."""
+    own = [one for one in (*trainer.callbacks, trainer.datamodule) if one is not owner]
+    return [(one, one.state_dict()) for one in own if one is not None and is_own_module(type(one).__module__)]

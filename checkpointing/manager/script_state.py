@@ -18,11 +18,18 @@ from checkpointing.format.layout import script_state_name
 from checkpointing.manager.tracked import Tracked
 from checkpointing.process import device
 from checkpointing.process.ranks import Ranks
-from checkpointing.process.reachable import attributes_of, is_own_module, reachable, stored_by
-from checkpointing.proof.coverage import Clocks, Coverage, held_by, listed, script_variables
+from checkpointing.process.reachable import attributes_of, is_own_module, reachable, settings_of, stored_by
+from checkpointing.proof.coverage import Clocks, Coverage, held_by, listed, script_variables, suspended
 from checkpointing.snapshot.request import SmallFile
 
 logger = logging.getLogger("checkpointing")
+
+# How loaders are called; of more than these the last ones share a name.
+_LOADERS = ("loader", *(f"loader {number}" for number in range(2, 9)))
+# Where samplers and data sets have others, and how many are looked at.
+_INNER, _MOST_PARTS = ("_inner", "sampler", "batch_sampler", "dataset"), 16
+# What libraries themselves count in samplers and data sets; it follows from the position in the data.
+_COUNTED = ("epoch", "seed", "_num_yielded", "start_index")
 
 
 class ScriptState:
@@ -37,6 +44,7 @@ class ScriptState:
         roots: Returns further objects to search, by name.
         saved: Returns further objects that are saved, or that do not matter: the search leaves them out.
         exported: Returns further objects of which a part is saved, each with that part.
+        is_in_trainer: Whether a library's trainer runs the loop, and draws the batches.
     """
 
     def __init__(self, ranks: Ranks, tracked: Tracked, cursors: Callable[[], Collection[LoaderCursor]]) -> None:
@@ -44,14 +52,19 @@ class ScriptState:
         self.roots: Callable[[], Mapping[str, object]] = dict
         self.saved: Callable[[], Collection[object]] = list
         self.exported: Callable[[], Collection[tuple[object, Any]]] = list
-        self._coverage = Coverage(self._roots, self._covered, self._without, self._partly)
+        self.is_in_trainer = False
+        self._coverage = Coverage(self._roots, self._covered, self._without, self._partly, late=_LOADERS)
         self._looked = Clocks.now()
         self._generators: dict[str, Any] = {}
         self._num_snapshots = 0
+        # What training began with, by name.
+        self._begun: dict[str, object] = {}
 
     def begin(self) -> None:
         """Note how everything is before the first step."""
         self._num_snapshots = 0
+        state = self._tracked.state
+        self._begun = {"optimizer": state.torch_optimizer, "scheduler": state.scheduler}
         self._coverage.begin()
         self._looked = Clocks.now()
 
@@ -133,10 +146,44 @@ class ScriptState:
             for key, value in attributes_of(one).items():
                 if (all_own or key in stored) and key not in saved and not isinstance(value, inner):
                     found[f"{name}.{key}"] = value
-        # Functions are in no state dict.
+        # Functions are in no state dict, nor what they are made of.
         for number, function in enumerate(getattr(state.scheduler, "lr_lambdas", ())):
-            if isinstance(function, types.FunctionType):
+            inner = getattr(function, "func", getattr(function, "__func__", function))
+            # The state dict has the attributes of an object.
+            if isinstance(inner, types.FunctionType) and is_own_module(inner.__module__):
                 found[f"scheduler.lr_lambdas[{number}]"] = function
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            for number, hook in enumerate(getattr(state.torch_optimizer, name, {}).values()):
+                if is_own_module(getattr(hook, "__module__", "") or ""):
+                    found[f"optimizer.{name.removeprefix('_optimizer_')}[{number}]"] = hook
+        now = {"optimizer": state.torch_optimizer, "scheduler": state.scheduler}
+        replaced = {f"{name} (replaced)": now[name] is not one for name, one in self._begun.items()}
+        return {**found, **replaced, **self._settings_of_data(), **self._suspended()}
+
+    def _suspended(self) -> dict[str, object]:
+        """Return what a loop of the script draws from and nothing shows, in a loop that no trainer runs."""
+        if self.is_in_trainer:
+            return {}
+        return suspended({id(part) for cursor in self._cursors() for part in cursor.drawn_from})
+
+    def _settings_of_data(self) -> dict[str, object]:
+        """Return what a script may change in the samplers and collators of libraries, and in data sets in memory."""
+        found: dict[str, object] = {}
+        for number, cursor in enumerate(self._cursors()):
+            place = _LOADERS[min(number, len(_LOADERS) - 1)]
+            waiting: list[Any] = list(cursor.drawn_from)
+            seen = set[int]()
+            while waiting and len(seen) < _MOST_PARTS:
+                part = waiting.pop(0)
+                if part is None or id(part) in seen:
+                    continue
+                seen.add(id(part))
+                name = f"{place}.{type(part).__name__}"
+                if isinstance(part, (list, dict, tuple)):
+                    found[name] = part
+                elif not type(part).__module__.startswith("checkpointing."):
+                    found[name] = settings_of(part, _COUNTED)
+                waiting += [vars(part).get(key) for key in _INNER] if hasattr(part, "__dict__") else []
         return found
 
     def _found(self) -> dict[str, Any]:

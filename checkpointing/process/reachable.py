@@ -7,16 +7,20 @@ bounded, since what can be reached may be the whole process.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import contextvars
 import dis
 import functools
 import gc
+import inspect
 import itertools
+import queue
 import sys
 import sysconfig
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -32,13 +36,15 @@ MAX_OBJECTS = 10_000
 MAX_ITEMS = 64
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, np.ndarray, np.generic, torch.dtype)
 _OURS = ("checkpointing", "runner")
+# Of modules within modules.
+_LEVELS = 4
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 # What `vars` of every module has; its tensors are looked at as those of the module.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _HOOKS = tuple(name for name in sorted(_OF_EVERY_MODULE) if name.endswith("_hooks"))
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Python's own, of which scripts make places to keep things in.
-_NAMESPACES = (argparse.Namespace, types.SimpleNamespace, threading.local)
+NAMESPACES = (argparse.Namespace, types.SimpleNamespace, threading.local)
 
 
 class Reached(NamedTuple):
@@ -79,6 +85,9 @@ def reachable(
         reached = waiting.popleft()
         if not isinstance(reached.value, SIMPLE):
             if id(reached.value) in seen:
+                if isinstance(reached.value, types.FunctionType):
+                    # Another one may be in its place later, which is also found elsewhere.
+                    yield reached
                 continue
             seen.add(id(reached.value))
             kept.append(reached.value)
@@ -109,16 +118,40 @@ def _parts_of(reached: Reached) -> Iterator[Reached]:  # noqa: C901 - A table of
         if len(owner) <= MAX_ITEMS:
             items = owner.values() if isinstance(owner, Mapping) else owner
             yield from (Reached(f"{path}[{number}]", value, is_own) for number, value in enumerate(items))
+        if is_own_module(type(owner).__module__):
+            yield from (Reached(f"{path}.{name}", value, True) for name, value in attributes_of(owner).items())
     elif isinstance(owner, type):
         # One that serves as a namespace.
         members = vars(owner).items() if is_own_module(owner.__module__) else ()
         yield from (Reached(f"{path}.{name}", value, True) for name, value in members if is_data(name, value))
-    elif isinstance(owner, _NAMESPACES):
+        if is_own_module(type(owner).__module__):
+            kept = vars(type(owner)).items()
+            yield from (Reached(f"{path}.{name}", value, True) for name, value in kept if is_data(name, value))
+    elif isinstance(owner, NAMESPACES):
         yield from (Reached(f"{path}.{name}", value, True) for name, value in vars(owner).items())
     elif isinstance(owner, SynchronizedBase):
         yield Reached(f"{path}.value", bytes(owner.get_obj()), is_own)
     elif isinstance(owner, np.random.SeedSequence):
         yield Reached(f"{path}.n_children_spawned", owner.n_children_spawned, True)
+    elif isinstance(owner, np.random.Generator):
+        # Its state does not say how many were made of it.
+        sequence: Any = owner.bit_generator.seed_seq
+        yield Reached(f"{path}.spawn", getattr(sequence, "n_children_spawned", 0), True)
+    elif isinstance(owner, types.GeneratorType):
+        frame = owner.gi_frame
+        if frame is not None and is_own_module(frame.f_globals.get("__name__", "")):
+            # Its numbers count with how far it is.
+            inside = [(name, value) for name, value in locals_of(frame) if not isinstance(value, (int, float, str))]
+            yield from (Reached(f"{path}.{name}", value, is_own) for name, value in inside)
+    elif isinstance(owner, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)):
+        values = list(owner) if isinstance(owner, weakref.WeakSet) else list(owner.values())
+        yield from (Reached(f"{path}[{number}]", value, is_own) for number, value in enumerate(values[:MAX_ITEMS]))
+    elif isinstance(owner, weakref.ReferenceType):
+        yield Reached(f"{path}()", owner(), is_own)
+    elif isinstance(owner, queue.Queue):
+        yield Reached(f"{path}.queue", owner.queue, is_own)
+    elif isinstance(owner, collections.UserDict):
+        yield Reached(f"{path}.data", owner.data, is_own)
     elif isinstance(owner, contextvars.ContextVar):
         yield Reached(f"{path}.get()", owner.get(None), is_own)
     elif isinstance(owner, functools._lru_cache_wrapper):
@@ -132,8 +165,11 @@ def _parts_of_object(path: str, owner: Any) -> Iterator[Reached]:
     kind: Any = type(owner)
     stored, all_own = stored_by(kind)
     attributes = attributes_of(owner)
+    # What no class of a library sets was set by the script, from wherever: by `setattr`, say.
+    theirs = set_by_libraries(kind) if stored else None
     for name, value in attributes.items():
-        yield Reached(f"{path}.{name}", value, all_own or name in stored)
+        is_own = all_own or name in stored or (theirs is not None and name not in theirs and not name.startswith("_"))
+        yield Reached(f"{path}.{name}", value, is_own)
     if isinstance(owner, torch.nn.Module):
         yield from _hooks_of(path, owner)
     yield from (Reached(path + name, value, True) for name, value in _parts_of_class(kind, attributes))
@@ -168,6 +204,27 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return found
 
 
+_DATA = (*SIMPLE, *_CONTAINERS)
+
+
+def settings_of(owner: Any, without: Collection[str] = ()) -> types.SimpleNamespace:
+    """Return what a library's object holds under public names that is data, and no code: what a script may change.
+
+    Args:
+        owner: The object; one of a script's classes is searched anyway, and gives nothing here.
+        without: Names that are left out: what the library itself changes.
+    """
+    if is_own_module(type(owner).__module__):
+        return types.SimpleNamespace()
+    return types.SimpleNamespace(
+        **{
+            name: value
+            for name, value in attributes_of(owner).items()
+            if not name.startswith("_") and name not in without and isinstance(value, _DATA)
+        }
+    )
+
+
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -177,6 +234,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     yield from ((f".{name}", value) for name, value in named_globals(function).items())
     for number, value in enumerate(function.__defaults__ or ()):
         yield f"({number})", value
+    yield from ((f".{name}", value) for name, value in (function.__kwdefaults__ or {}).items())
     yield from ((f".{name}", value) for name, value in vars(function).items())
 
 
@@ -190,6 +248,11 @@ def _hooks_of(path: str, module: torch.nn.Module) -> Iterator[Reached]:
             inner: Any = getattr(hook, "__func__", getattr(hook, "func", hook))
             if is_own_module(getattr(inner, "__module__", None) or type(hook).__module__):
                 yield Reached(f"{place}[{number}]", hook)
+
+
+def num_hooks(module: torch.nn.Module) -> int:
+    """Return how many functions of the script a module and its own parameters call."""
+    return sum(1 for _ in _hooks_of("", module))
 
 
 _CODE = (
@@ -224,11 +287,35 @@ def named_globals(function: types.FunctionType) -> dict[str, Any]:
     for name in sorted(names & function.__globals__.keys()):
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType):
-            inside = vars(value) if is_own_module(value.__name__) else {}
-            found |= {f"{name}.{other}": inside[other] for other in sorted(names & inside.keys())}
+            found |= _named_in_module(name, value, names, _LEVELS)
         elif not isinstance(value, type) or is_own_module(value.__module__):
             found[name] = value
+    for name in imports_in(function.__code__):
+        if (module := sys.modules.get(name)) is not None and name not in found:
+            found |= _named_in_module(name, module, names, _LEVELS)
     return found
+
+
+def _named_in_module(path: str, module: types.ModuleType, names: Collection[str], levels: int) -> dict[str, Any]:
+    """Return what is named of a script's module, and of those below it."""
+    if not levels or not is_own_module(module.__name__):
+        return {}
+    found: dict[str, Any] = {}
+    for other in sorted(vars(module).keys() & names):
+        value = vars(module)[other]
+        if isinstance(value, types.ModuleType):
+            found |= _named_in_module(f"{path}.{other}", value, names, levels - 1)
+        else:
+            found[f"{path}.{other}"] = value
+    return found
+
+
+@functools.cache
+def imports_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of the modules that a function imports when it is called."""
+    found = {one.argval for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME"}
+    inner = [imports_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return frozenset(found).union(*inner)
 
 
 @functools.cache
@@ -245,12 +332,39 @@ def stored_by(kind: type) -> tuple[frozenset[str], bool]:
     names = set[str]()
     for base in own:
         for name, value in vars(base).items():
-            function = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType):
+            functions = list(_functions_of(value))
+            for function in functions:
                 names |= _stored_in(function.__code__)
-            elif not name.startswith("__"):
+            if not functions and not name.startswith("__"):
                 names.add(name)
     return frozenset(names), len(own) == len(kind.__mro__) - 1
+
+
+def _functions_of(member: Any) -> Iterator[types.FunctionType]:
+    """Yield the functions of a member of a class: a method, decorated or not, or those of a property."""
+    if isinstance(member, property):
+        parts = [member.fget, member.fset, member.fdel]
+    elif isinstance(member, functools.cached_property):
+        parts = [member.func]
+    else:
+        parts = [getattr(member, "__func__", member)]
+    for part in parts:
+        function = inspect.unwrap(part) if callable(part) else part
+        if isinstance(function, types.FunctionType):
+            yield function
+
+
+@functools.cache
+def set_by_libraries(kind: type) -> frozenset[str]:
+    """Return the attributes that the classes of libraries set, from which a class of a script is derived."""
+    names = set[str]()
+    for base in kind.__mro__[:-1]:
+        if not is_own_module(base.__module__):
+            names |= set(inspect.get_annotations(base)) | set(vars(base))
+            for value in vars(base).values():
+                for function in _functions_of(value):
+                    names |= _stored_in(function.__code__)
+    return frozenset(names)
 
 
 def _stored_in(code: types.CodeType) -> set[str]:
@@ -278,3 +392,16 @@ def _is_left_out(kind: type) -> bool:
     roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
     root = next(root for root in roots if root not in _OURS)
     return root in sys.stdlib_module_names and root not in ("__main__", "types", "collections")
+
+
+def locals_of(frame: types.FrameType) -> list[tuple[str, object]]:
+    """Return a frame's variables, without keeping them alive.
+
+    Before Python 3.13 (PEP 667) a function's frame keeps the dict that it was asked for: the logits of a step would
+    stay in memory until the next save.
+    """
+    variables = frame.f_locals
+    found = list(variables.items())
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables.clear()
+    return found

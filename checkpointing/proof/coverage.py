@@ -6,7 +6,8 @@ script's frames is looked at when training begins, and again at its saves.
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import gc
 import itertools
 import re
 import sys
@@ -19,35 +20,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from checkpointing.data.generators import GENERATORS
-from checkpointing.files import sharding
 from checkpointing.process.carried import LoopVariables, carried_by, globals_of, named_in_call
 from checkpointing.process.reachable import (
     MAX_ITEMS,
+    NAMESPACES,
     SIMPLE,
     Reached,
     attributes_of,
     is_data,
     is_own_module,
+    locals_of,
+    num_hooks,
     reachable,
     stored_by,
 )
-from checkpointing.state.samples import spread_words
+from checkpointing.proof.fingerprints import MOST_OBJECTS, PLAIN, of_object, of_plain, of_tensor
 
 # What is searched, by name, and which of these names the script's own code keeps.
 Roots = Callable[[int | None], tuple[Mapping[str, object], Collection[str]]]
-_WORDS = 8
 # Containers, and what stands somewhere in them.
 _KEEPING = (list, tuple, dict, set, deque, Iterator)
-# Saves at which it compares: the first ones, since what is made late is found there, and then fewer and fewer.
-_FIRST_SAVES = 8
-# Items of a state dict, and levels of nested containers, that are looked at.
-_MOST_LEAVES, _DEPTH = 1000, 4
+# Saves at which it compares: the first ones, since most of what is made late is found there, and one of so many later.
+_FIRST_SAVES, _LATER_SAVES = 8, 4
 # Reading all tensors of a large frozen module would take seconds.
 _TENSORS_OF_A_MODULE = 16
 _MOST_TEXT = 200
-_NAMES_IN_A_MESSAGE = 8
+_NAMES_IN_A_MESSAGE = 20
 
 
 class Coverage:
@@ -58,6 +59,7 @@ class Coverage:
         covered: Returns the ids of modules and tensors that a checkpoint holds; what else they hold is searched.
         without: Returns the ids of objects that are left out, with what they hold.
         partly: Returns, by the ids of objects, the names of their attributes that a checkpoint holds.
+        late: Names of roots that are not there before the first step, and need not have changed where they appear.
     """
 
     def __init__(
@@ -66,18 +68,23 @@ class Coverage:
         covered: Callable[[], set[int]],
         without: Callable[[], set[int]],
         partly: Callable[[], Mapping[int, Collection[str]]] = dict,
+        late: Collection[str] = (),
     ) -> None:
+        self._late = late
         self._roots, self._covered, self._without, self._partly = roots, covered, without, partly
         self._before: dict[str, int] | None = None
+        # How objects were reached first, by their ids.
+        self._paths: dict[int, str] = {}
         self._num_saves = 0
         self._named = set[str]()
 
     def begin(self) -> None:
         """Note how everything is before the first step."""
+        self._paths = {}
         self._before, self._num_saves, self._named = self._digests(None), 0, set()
 
     def at_save(self, step: int) -> list[str] | None:
-        """Compare at a save: the first ones, the sixteenth, the thirty-second, and so on.
+        """Compare at a save: each of the first ones, and then every fourth.
 
         Args:
             step: Its step.
@@ -86,7 +93,7 @@ class Coverage:
             The paths of what has changed, which no earlier call has returned; None where nothing was compared.
         """
         self._num_saves += 1
-        if self._num_saves > _FIRST_SAVES and self._num_saves & (self._num_saves - 1):
+        if self._num_saves > _FIRST_SAVES and self._num_saves % _LATER_SAVES:
             return None
         found = [path for path in self.changed(step) if _short(path) not in self._named]
         self._named.update(map(_short, found))
@@ -99,20 +106,40 @@ class Coverage:
             return []
         now = self._digests(step)
         self._before = {**now, **before}
-        return [path for path in sorted(now) if before.get(path) != now[path]]
+        return [
+            path
+            for path in sorted(now)
+            if before.get(path) != now[path] and (path in before or path.partition(".")[0] not in self._late)
+        ]
 
     def _digests(self, step: int | None) -> dict[str, int]:
         covered = self._covered()
-        roots, own = self._roots(step)
+        roots, own = self._as_known(*self._roots(step))
         found: dict[str, int] = {}
         for reached in reachable(roots, self._without(), own_roots=own, partly=self._partly()):
+            if not isinstance(reached.value, SIMPLE):
+                self._paths.setdefault(id(reached.value), reached.path)
             if id(reached.value) in covered and not isinstance(reached.value, torch.nn.Module):
                 continue
             if isinstance(reached.value, torch.nn.Module):
                 found.update(_of_module(reached.path, reached.value, covered))
+                if reached.path in roots and (modes := _of_modes(reached.value)) is not None:
+                    found[f"{reached.path} (modules in training)"] = modes
             elif (digest := _digest(reached)) is not None:
                 found[reached.path] = digest
         return found
+
+    def _as_known(self, roots: Mapping[str, object], own: Collection[str]) -> tuple[dict[str, object], set[str]]:
+        """Return roots by the paths that their objects had at earlier looks: a variable has another name elsewhere."""
+        found: dict[str, object] = {}
+        kept = set[str]()
+        for name, value in roots.items():
+            known = name if isinstance(value, SIMPLE) else self._paths.get(id(value), name)
+            path = name if known in found or known in roots else known
+            found[path] = value
+            if name in own:
+                kept.add(path)
+        return found, kept
 
 
 def held_by(owner: object, state: object) -> set[str]:
@@ -168,10 +195,8 @@ def _digest(reached: Reached) -> int | None:
         return None  # They are saved.
     # What a library keeps deeper inside, or as its own business, comes and goes.
     own = reached.is_own or ("._" not in reached.path and reached.path.count(".") == 1)
-    if isinstance(value, torch.Tensor):
-        return _of_tensors([value]) if own else None
-    if isinstance(value, (np.ndarray, np.generic)):
-        return _of_array(np.asarray(value)) if own and value.dtype.kind in "biufc" else None
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return of_object(value) if own else None
     if reached.is_own:
         return _of_own(value)
     return _of_state(value) if own else None
@@ -183,35 +208,65 @@ def _of_module(path: str, module: torch.nn.Module, covered: Collection[int]) -> 
     kind: Any = type(module)
     # What the script's own code sets is looked at by its name.
     stored, _ = stored_by(kind)
+    # What torch's own wrappers list, they list again.
+    data = (*PLAIN, tuple) if kind.__module__.startswith("torch.") else (*PLAIN, tuple, list, dict, deque)
     for name, value in vars(module).items():
         if name.startswith("_") or name == "training" or name in stored:
             continue
         if isinstance(value, torch.Tensor):
             tensors.append(value)
-        elif isinstance(value, (int, float)):
-            yield f"{path}.{name}", zlib.crc32(repr(value).encode())
+        elif isinstance(value, data) or _is_of_script(value):
+            yield f"{path}.{name}", of_object(value)
     tensors = [tensor for tensor in tensors if id(tensor) not in covered]
     if tensors:
         yield path, _of_tensors(tensors)
+    if hooks := num_hooks(module):
+        yield f"{path} (hooks)", hooks
+
+
+def _is_of_script(value: object) -> bool:
+    function = getattr(value, "__func__", value)
+    return isinstance(function, types.FunctionType) and is_own_module(function.__module__)
+
+
+def _of_modes(model: torch.nn.Module) -> int | None:
+    """Return the digest of which modules are in another mode than the model, training or not; None if none is."""
+    other = [number for number, module in enumerate(model.modules()) if module.training is not model.training]
+    return zlib.crc32(repr(other).encode()) if other else None
 
 
 def _of_own(value: Any) -> int | None:
     """Return the digest of an object that the script's code keeps."""
     if isinstance(value, SIMPLE):
-        return zlib.crc32(repr(value)[:_MOST_TEXT].encode())
+        return of_object(value)
     if isinstance(value, Iterator):
         return _of_iterator(value)
+    if isinstance(value, NAMESPACES):
+        return None  # What they hold is looked at by name.
     if not isinstance(value, (list, tuple, dict, set, deque)):
         # That there is something else now, or that it has another state.
-        state = _of_state(value)
-        return zlib.crc32(type(value).__qualname__.encode(), state or 0)
+        return of_object(value, (_of_state(value) or 0) ^ _of_arrays(value))
     digest = zlib.crc32(f"{type(value).__qualname__}{len(value)}".encode())
+    if isinstance(value, dict):
+        digest = of_object(list(itertools.islice(value, MOST_OBJECTS)), digest)
     if len(value) > MAX_ITEMS:
         # The search goes into shorter ones.
-        items = itertools.islice(value.values() if isinstance(value, dict) else value, 0, None, len(value) // MAX_ITEMS)
-        for item in items:
-            digest = _of_nested(item, digest, _DEPTH, [_MOST_LEAVES])
+        distance = max(len(value) // MOST_OBJECTS, 1)
+        for item in itertools.islice(value.values() if isinstance(value, dict) else value, 0, None, distance):
+            digest = of_object(item, digest)
     return digest
+
+
+def _of_arrays(value: Any) -> int:
+    """Return the digest of the arrays and tensors that an object of a library holds: an estimator, a table."""
+    kind = type(value)
+    if is_own_module(kind.__module__) or isinstance(value, (type, torch.nn.Module)):
+        return 0
+    if callable(getattr(kind, "__array__", None)):
+        with contextlib.suppress(Exception):  # It is not ours to call.
+            return of_object(np.asarray(value))
+    held = [one for one in attributes_of(value).values() if isinstance(one, (torch.Tensor, np.ndarray))]
+    return of_object(held) if held else 0
 
 
 def _of_state(value: Any) -> int | None:
@@ -222,41 +277,31 @@ def _of_state(value: Any) -> int | None:
     if isinstance(value, (type, torch.nn.Module)) or not callable(getattr(type(value), "state_dict", None)):
         return None
     try:
-        return _of_nested(value.state_dict(), 1, _DEPTH, [_MOST_LEAVES])
+        return of_object(value.state_dict())
     except Exception:  # of any kind: it is not ours to call
         return None
-
-
-def _of_nested(value: Any, digest: int, depth: int, left: list[int]) -> int:
-    """Continue a digest with a value; `left` holds how many more are looked at."""
-    left[0] -= 1
-    if isinstance(value, torch.Tensor):
-        return zlib.crc32(_of_tensors([value]).to_bytes(4, "little"), digest)
-    if isinstance(value, np.ndarray):
-        return zlib.crc32(_of_array(value).to_bytes(4, "little"), digest)
-    if isinstance(value, SIMPLE):
-        return zlib.crc32(repr(value)[:_MOST_TEXT].encode(), digest)
-    if isinstance(value, (list, tuple, dict, deque)) and depth:
-        for item in value.values() if isinstance(value, dict) else value:
-            if left[0] <= 0:
-                break
-            digest = _of_nested(item, digest, depth - 1, left)
-    return digest
 
 
 def _of_iterator(value: Iterator[Any]) -> int | None:
     """Return the digest of how far an iterator of the script is; None for one that is followed, or of another kind."""
     if isinstance(value, types.GeneratorType) and value.gi_frame is not None:
-        inside = _locals_of(value.gi_frame)
+        inside = locals_of(value.gi_frame)
         kept = [(name, one) for name, one in inside if isinstance(one, (int, float, str))]
         is_own = is_own_module(value.gi_frame.f_globals.get("__name__", ""))
         if not is_own or any(_is_followed(one) for _, one in inside):
             return None
         return zlib.crc32(repr((value.gi_frame.f_lasti, kept))[:_MOST_TEXT].encode())
-    if isinstance(value, (itertools.count, itertools.cycle)):
-        return zlib.crc32(repr(value.__reduce__())[-_MOST_TEXT:].encode())
     number = getattr(value, "_num_yielded", None)
-    return zlib.crc32(repr(number).encode()) if isinstance(number, int) else None
+    if isinstance(number, int):
+        return of_plain(number)
+    # How far those of Python's own are.
+    return of_object(value) if type(value).__module__ in ("builtins", "itertools") else None
+
+
+def _follows(value: object) -> bool:
+    """Return whether something is of this library, or holds what is: a loop that asks a manager for its place."""
+    held = [value, *attributes_of(value).values()] if hasattr(value, "__dict__") else [value]
+    return any(_is_followed(one) or type(one).__module__.startswith("checkpointing.") for one in held)
 
 
 def _is_followed(value: object) -> bool:
@@ -264,23 +309,37 @@ def _is_followed(value: object) -> bool:
     return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("checkpointing.")
 
 
-def _of_array(array: np.ndarray[Any, Any]) -> int:
-    flat = array.reshape(-1)
-    return zlib.crc32(repr((array.shape, flat[:: max(len(flat) // 64, 1)].tolist())).encode())
-
-
 def _of_tensors(tensors: list[torch.Tensor]) -> int:
     half = _TENSORS_OF_A_MODULE // 2
     chosen = tensors if len(tensors) <= 2 * half else [*tensors[:half], *tensors[-half:]]
     checksum = len(tensors)
     for tensor in chosen:
-        if torch.nn.parameter.is_lazy(tensor):
-            continue
-        own: Any = tensor._local_tensor if sharding.is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-        words = spread_words(own.detach(), _WORDS)
-        if words is not None:
-            checksum = zlib.crc32(words.cpu().contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+        checksum = of_tensor(tensor, checksum)
     return checksum
+
+
+def suspended(without: Collection[int]) -> dict[str, object]:
+    """Return iterators that are under way somewhere, by name: a loop over one keeps it where no variable shows it.
+
+    Args:
+        without: Ids of data sets that are followed.
+    """
+    found: dict[str, object] = {}
+    for one in gc.get_objects():
+        if type(one) is types.GeneratorType:
+            frame = one.gi_frame
+            if frame is None or one.gi_running or not is_own_module(frame.f_globals.get("__name__", "")):
+                continue
+            if any(_follows(value) for _, value in locals_of(frame)):
+                continue
+            # One that has not begun holds nothing yet.
+            if frame.f_lasti >= 0:
+                found.setdefault(f"a generator of {one.__qualname__}", one)
+        elif issubclass(type(one), _BaseDataLoaderIter):  # Some objects answer `isinstance` with more than that.
+            source: Any = one._dataset
+            if id(source) not in without:
+                found.setdefault(f"the position in a DataLoader over {type(source).__name__}", one)
+    return found
 
 
 class Variables(NamedTuple):
@@ -349,7 +408,7 @@ class _VariableSearch:
         """Look at the variables of a frame."""
         loop, passed = carried_by(frame), named_in_call(frame.f_code, frame.f_lasti)
         named = _named_by_functions(frame.f_globals) if _is_of_module(frame) else frozenset[str]()
-        for name, value in _locals_of(frame):
+        for name, value in locals_of(frame):
             self._take(name, value, loop, named, may_count=name in passed or not passed)
 
     def look_at_globals(self, frame: types.FrameType) -> None:
@@ -442,16 +501,3 @@ def _is_of_clock(value: object, clocks: tuple[Clocks, Clocks]) -> bool:
     return type(value) is float and any(
         before - 1.0 <= value <= after for before, after in zip(since, now, strict=True)
     )
-
-
-def _locals_of(frame: types.FrameType) -> list[tuple[str, object]]:
-    """Return a frame's variables, without keeping them alive.
-
-    Before Python 3.13 (PEP 667) a function's frame keeps the dict that it was asked for: the logits of a step would
-    stay in memory until the next save.
-    """
-    variables = frame.f_locals
-    found = list(variables.items())
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        variables.clear()
-    return found

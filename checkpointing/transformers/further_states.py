@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from transformers.trainer_callback import ExportableState, TrainerControl
 
-from checkpointing.process.reachable import is_own_module
+from checkpointing.process.reachable import is_own_module, settings_of
 from checkpointing.state.train_state import hook_states
 
 # TRL's online trainers count by these in what they have generated, and add these up between two log entries.
@@ -134,7 +134,26 @@ def watched(trainer: Any) -> dict[str, object]:
         f"communication hook {number} ({type(state).__name__})": state
         for number, state in enumerate(hook_states(trainer.model_wrapped))
     }
-    return {**callbacks, **state, **hooks, type(trainer).__name__.removeprefix("Resilient"): trainer}
+    name = type(trainer).__name__.removeprefix("Resilient")
+    return {**callbacks, **state, **hooks, **_settings(trainer), name: trainer}
+
+
+# What libraries, and this one, change in such objects themselves; `save_pretrained` sets those of a configuration.
+_CHANGED_SETTINGS = (
+    *("per_device_train_batch_size", "train_batch_size", "output_dir", "resume_from_checkpoint", "max_steps"),
+    *("architectures", "dtype", "torch_dtype"),
+)
+
+
+def _settings(trainer: Any) -> dict[str, object]:
+    """Return what a script may change in the objects of libraries that a trainer is given, by name."""
+    objects = {
+        "args": getattr(trainer, "args", None),
+        "data_collator": getattr(trainer, "data_collator", None),
+        "label_smoother": getattr(trainer, "label_smoother", None),
+        "model.config": getattr(getattr(trainer, "model", None), "config", None),
+    }
+    return {name: settings_of(value, _CHANGED_SETTINGS) for name, value in objects.items() if value is not None}
 
 
 def exported_by_the_loop(trainer: Any) -> list[tuple[object, Any]]:
@@ -154,4 +173,4 @@ def saved_by_the_loop(trainer: Any) -> list[object]:
     loop = [trainer.accelerator, trainer.args, trainer.state, trainer.control, trainer.callback_handler]
     own = [trainer._manager, trainer._session, trainer._options, trainer._notices]
     wrapper = [trainer.model_wrapped] if trainer.model_wrapped is not trainer.model else []
-    return [*callbacks, *loop, *own, *wrapper, trainer.optimizer, trainer.lr_scheduler]
+    return [*callbacks, *loop, *own, *wrapper]

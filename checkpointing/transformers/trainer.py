@@ -137,7 +137,11 @@ class ResilientMixin(ExactMixin, SavingMixin):
         if notice is not None and self.args.process_index == 0:
             print(f"checkpointing: {notice}", file=sys.stderr, flush=True)
         manager.announce_batch(batch_shape(self, session.data.shared_samples))
-        manager.script.roots, manager.script.saved = lambda: watched(self), lambda: saved_by_the_loop(self)
+        # What a script replaces them by is in no checkpoint.
+        begun = [self.optimizer, self.lr_scheduler]
+        manager.script.is_in_trainer = True
+        manager.script.roots = lambda: watched(self)
+        manager.script.saved = lambda: [*saved_by_the_loop(self), *begun]
         manager.script.exported = lambda: exported_by_the_loop(self)
         manager.begin(step, self.state.max_steps)
         session.figures.loss_since = session.recorded_step = step

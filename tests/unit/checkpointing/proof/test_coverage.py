@@ -6,6 +6,7 @@ import argparse
 import importlib
 import itertools
 import multiprocessing
+import queue
 import re
 import sys
 import threading
@@ -22,7 +23,7 @@ import pytest
 import torch
 
 from checkpointing.process.carried import named_in_call
-from checkpointing.proof.coverage import Clocks, Coverage, _is_of_clock, held_by, listed, script_variables
+from checkpointing.proof.coverage import Clocks, Coverage, _is_of_clock, held_by, listed, script_variables, suspended
 
 
 class Own:
@@ -108,9 +109,9 @@ def test_each_name_is_returned_at_one_save() -> None:
     own.count = 1
     assert [found.at_save(5) for _ in range(3)] == [["own.count"], [], []]
     own._private = 2
-    # It is looked for at the first saves, and then at the sixteenth, the thirty-second, and so on.
+    # It is looked for at the first saves, and then at every fourth.
     assert [found.at_save(5) for _ in range(2)] == [["own._private"], []]
-    assert [found.at_save(5) for _ in range(11)] == [[], [], [], *[None] * 7, []]
+    assert [found.at_save(5) for _ in range(11)] == [[], [], [], None, None, None, [], None, None, None, []]
 
 
 def test_what_training_makes_is_named_when_it_is_first_seen() -> None:
@@ -223,7 +224,10 @@ def test_of_what_a_state_lacks_each_attribute_is_named() -> None:
 def test_a_message_names_the_first_few_of_many() -> None:
     assert listed(["a", "b"]) == "a, b"
     assert listed(["ema[0]", "ema[1]", "ema[2]", "own.table[0][1]"]) == "ema[…], own.table[…]"
-    assert listed([str(number) for number in range(20)]) == "0, 1, 2, 3, 4, 5, 6, 7, and 12 more"
+    assert (
+        listed([str(number) for number in range(32)])
+        == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, and 12 more"
+    )
 
 
 def test_looking_at_variables_keeps_none_of_them_alive() -> None:
@@ -438,3 +442,112 @@ def test_what_an_own_module_keeps_is_found_under_the_name_that_it_has_here(
     found = script_variables().found
     assert found["h.rng"] is h.rng and found["h.ramp"] is h.ramp and "h.draw" not in found and "h.random" not in found
     del sys.modules["own_helper"]
+
+
+# -- kinds that an independent tester found silent -------------------------------------------------------------------
+
+
+def double(value: int) -> int:
+    return 2 * value
+
+
+class Keeper:
+    """Holds one thing."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+        self.functions = [double, len]
+
+
+class Steps(list[int]):
+    at = 0
+
+
+class Meta(type):
+    made = 0
+
+
+class Single(metaclass=Meta):
+    pass
+
+
+class Derived(torch.utils.data.Dataset[Any]):
+    def __init__(self) -> None:
+        self.count = 0
+
+    @torch.no_grad()
+    def decorated(self) -> None:
+        self.scale = 1
+
+    @property
+    def tau(self) -> float:
+        return self._tau
+
+    @tau.setter
+    def tau(self, value: float) -> None:
+        self._tau = value
+
+
+def numbered(x: int, *, state: dict[str, int] = {}) -> int:  # noqa: B006
+    state["n"] = state.get("n", 0) + x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "named"),
+    [
+        (lambda: Keeper(double), lambda own: setattr(own, "value", len), "own.value"),
+        (lambda: Keeper(iter([1, 2])), lambda own: next(own.value), "own.value"),
+        (lambda: Keeper(zip([1, 2], [3, 4], strict=True)), lambda own: next(own.value), "own.value"),
+        (lambda: Keeper(bytearray(2)), lambda own: own.value.append(1), "own.value"),
+        (lambda: Keeper(Steps([1])), lambda own: setattr(own.value, "at", 1), "own.value.at"),
+        (lambda: Keeper({"a": 1}), lambda own: own.value.update(b=own.value.pop("a")), "own.value"),
+        (lambda: Keeper([0] * 1000), lambda own: own.value.__setitem__(777, 1), "own.value"),
+        (lambda: Keeper(torch.zeros(500, 16)), lambda own: own.value[321].fill_(1), "own.value"),
+        (lambda: Keeper(np.zeros(500, "U1")), lambda own: own.value.__setitem__(3, "a"), "own.value"),
+        (lambda: Keeper(queue.Queue()), lambda own: own.value.put(1), "own.value.queue"),
+        (lambda: Keeper(np.random.default_rng(1)), lambda own: own.value.spawn(1), "own.value.spawn"),
+        (lambda: Keeper(Single), lambda own: setattr(Meta, "made", Meta.made + 1), "own.value.made"),
+        (lambda: Keeper(numbered), lambda own: own.value(1), "own.value.state[0]"),
+        (Derived, lambda own: own.decorated(), "own.scale"),
+        (Derived, lambda own: setattr(own, "tau", 2.0), "own._tau"),
+        (Derived, lambda own: setattr(own, "weight_a", 2.0), "own.weight_a"),
+    ],
+)
+def test_it_is_named(make: Callable[[], Any], change: Callable[[Any], object], named: str) -> None:
+    own = make()
+    found = coverage({"own": own})
+    assert found.changed(1) == []
+    change(own)
+    assert named in found.changed(1)
+
+
+def test_a_module_whose_mode_differs_or_that_has_another_hook_is_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    found = coverage({"model": model})
+    # An evaluation changes all of them.
+    model.eval()
+    assert found.changed(1) == []
+    model.train()
+    model[1].eval()
+    model[0].register_forward_hook(lambda *_: None)
+    assert found.changed(1) == ["model (modules in training)", "model.0 (hooks)"]
+
+
+def test_a_generator_that_no_variable_shows_is_found() -> None:
+    def rows() -> Iterator[int]:
+        held = [1]
+        while True:
+            held.append(1)
+            yield len(held)
+
+    drawing = zip(range(3), rows(), strict=False)
+    next(drawing)
+    name = "a generator of test_a_generator_that_no_variable_shows_is_found.<locals>.rows"
+    assert name in suspended(())
+    rows_in_memory: Any = [1, 2, 3]
+    loader: Any = torch.utils.data.DataLoader(rows_in_memory)
+    batches = iter(loader)
+    next(batches)
+    assert "the position in a DataLoader over list" in suspended(())
+    assert "the position in a DataLoader over list" not in suspended({id(loader.dataset)})
