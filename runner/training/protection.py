@@ -46,11 +46,10 @@ class Protection:
     ) -> None:
         self._mode, self._report, self._report_step, self._report_saved = mode, report, stepped, saved
         # Whether the program has checkpoints of torch's kind.
-        self._has_own = self._is_over = False
+        self._has_own = self._is_over = self._is_decided = False
         self._loaded_before = frozenset(sys.modules)
         self._has_reported, self._num_steps = False, 0
         self._lock = threading.Lock()
-        self._hook: Any = None
         self._timer = threading.Timer(_PATIENCE_S, self._look)
         self._timer.daemon = True
 
@@ -86,15 +85,18 @@ class Protection:
         return self._has_own or STAGES.were_entered
 
     def _watch_optimizers(self, module: Any) -> None:
-        self._hook = module.register_optimizer_step_post_hook(self._stepped)
+        module.register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, *_: Any) -> None:
+        # Not removed: torch walks through the hooks, and others may come after this one.
+        if self._is_decided:
+            return
         self._num_steps += 1
         if self._num_steps == 1:
             self._timer.start()
             self._report_step()
         if self._is_saved or self._is_over or (self._num_steps == _STEPS and not self._has_own_calls()):
-            self._hook.remove()
+            self._is_decided = True
             self._timer.cancel()
             self._look()
             if self._mode == "require" and not self._is_saved:

@@ -135,3 +135,11 @@ def test_the_first_step_is_reported_once() -> None:
     optimizer.step()
     optimizer.step()
     assert found == ["stepped"]
+
+
+def test_hooks_that_come_later_are_called_too() -> None:
+    """The hook removed itself while torch walked through them: the third step of such a program raised an error."""
+    rank, called = Rank(), list[int]()
+    OPTIMIZER.register_optimizer_step_post_hook(lambda *_: called.append(1))
+    rank.step(5)
+    assert len(called) == 5 and len(rank.reasons) == 1
