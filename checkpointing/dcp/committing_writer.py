@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from checkpointing.dcp.folders import METADATA, CheckpointFolder, DigestedFile, entry_of, new_save, open_folder
 from checkpointing.format.manifest import FileEntry, Manifest
+from checkpointing.host.environment import RankSettings
 
 # Among the results of a rank, in place of an item of the state: what it has written.
 _FILES = MetadataIndex("")
@@ -98,12 +99,13 @@ class CommittingWriter(StorageWriter):
 
     Args:
         writer: For which `can_commit` holds.
-        attempt: Number of the attempt; 0 without a supervisor.
+        settings: What a supervisor has set: the attempt, 0 without one, and the name of the run.
         world_size: Number of ranks that save.
     """
 
-    def __init__(self, writer: Any, attempt: int, world_size: int) -> None:
-        self._writer, self._attempt, self._world_size = writer, attempt, world_size
+    def __init__(self, writer: Any, settings: RankSettings, world_size: int) -> None:
+        self._writer, self._world_size = writer, world_size
+        self._attempt, self._run_id = settings.attempt, settings.lineage
         self.folder = open_folder(writer.path)
         self._files = StagedFiles(self.folder)
         self._began = time.monotonic()
@@ -144,7 +146,7 @@ class CommittingWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Set the writer up; the rank that commits shuts out older attempts."""
         if is_coordinator and self._attempt:
-            self.folder.begin(self._attempt)
+            self.folder.begin(self._attempt, self._run_id, saves=True)
         self._writer.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -176,7 +178,7 @@ class CommittingWriter(StorageWriter):
         index = self._files.metadata
         assert index is not None
         self.manifest = Manifest(
-            run_id="",
+            run_id=self._run_id,
             attempt=self._attempt,
             step=self.folder.step,
             world_size=self._world_size,

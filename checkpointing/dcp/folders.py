@@ -4,7 +4,7 @@
     <checkpoint_id>/<attempt>.<nonce>/<file>           what it names; no two saves share a folder
     <checkpoint_id>/<attempt>.<nonce>/manifest.json    size and digest of each file, and of `.metadata`
     <parent>/.checkpointing/                           saves that are not published yet, and what was quarantined
-    <parent>/.checkpointing/attempt                    the newest attempt that has saved or loaded here
+    <parent>/.checkpointing/attempt                    the run that saves here, and its newest attempt
 
 A save may replace an earlier one of the same name: until `.metadata` is replaced, the earlier one is read. Torch's own
 readers find all files, since an index names them relative to its folder.
@@ -38,6 +38,8 @@ from checkpointing.storage.object_store import ObjectFile, ObjectStore
 
 METADATA = ".metadata"
 _OWN = ".checkpointing"
+# What this process has begun: the place, the attempt and the run. It takes nothing over a second time.
+_CLAIMED: set[tuple[str, int, str]] = set()
 _SAVE = re.compile(r"(0|[1-9][0-9]{0,17})\.[0-9a-f]{12}")
 _STEP = re.compile(r"([0-9]{1,17})\D*\Z")
 
@@ -94,29 +96,60 @@ class CheckpointFolder(ABC):
                     f"{self.where}: {file.name} was written by another node, and is not there: do all nodes see the "
                     "same folder?"
                 )
-        self._check_attempt(manifest.attempt)
+        self._check_writer(manifest.attempt, manifest.run_id)
         self._publish(save, metadata, manifest.to_json())
-        self._check_attempt(manifest.attempt)
+        self._check_writer(manifest.attempt, manifest.run_id)
 
     @abstractmethod
     def discard(self, save: str) -> None:
         """Remove the files of a save that was not published; failures leave them."""
 
-    def begin(self, attempt: int) -> None:
+    def begin(self, attempt: int, run_id: str, *, saves: bool) -> None:
         """Shut out the writers of older attempts, and remove what they have not published.
 
-        Raises:
-            Fenced: A newer attempt has begun here.
-        """
-        if self._check_attempt(attempt) < attempt:
-            self._put_attempt(attempt)
-            self._sweep(attempt)
+        Args:
+            attempt: Number of the attempt.
+            run_id: Name of the run.
+            saves: Whether the writers of other runs are shut out, too. A run may also load from the folder of another
+                one, which goes on saving there, or from one that it may not write to.
 
-    def _check_attempt(self, attempt: int) -> int:
-        newest = self._newest_attempt()
+        Raises:
+            Fenced: A newer attempt of this run has begun here.
+            CommitFailed: Another run has, since this process has begun.
+        """
+        claim = self.where.removesuffix(self.name), attempt, run_id
+        if claim in _CLAIMED:
+            self._check_writer(attempt, run_id)
+            return
+        newest, owner = self._newest()
+        if owner == run_id and newest > attempt:
+            raise Fenced(newest, self.where, attempt)
+        if owner != run_id and not saves:
+            return
+        if (newest, owner) != (attempt, run_id):
+            self._put_attempt(f"{attempt} {run_id}\n".encode())
+            self._sweep(attempt)
+        _CLAIMED.add(claim)
+
+    def belongs_to(self, run_id: str) -> bool:
+        """Return whether a run saves here: what other runs have saved is theirs, damaged or not."""
+        return self._newest()[1] == run_id
+
+    def _check_writer(self, attempt: int, run_id: str) -> None:
+        newest, owner = self._newest()
+        if attempt and owner != run_id:
+            raise CommitFailed(f"{self.where}: another run saves next to it by now: give each a folder of its own")
         if newest > attempt > 0:
             raise Fenced(newest, self.where, attempt)
-        return newest
+
+    def _newest(self) -> tuple[int, str]:
+        data = self._read_attempt()
+        if data is None:
+            return 0, ""
+        number, _, owner = data.decode("utf-8", "replace").strip().partition(" ")
+        if not number.isdecimal():
+            raise CommitFailed(f"{self.where}: the file `attempt` in {_OWN} next to it is damaged; remove it")
+        return int(number), owner
 
     @abstractmethod
     def _staged(self, save: str) -> dict[str, int]:
@@ -126,10 +159,10 @@ class CheckpointFolder(ABC):
     def _publish(self, save: str, metadata: bytes, manifest: bytes) -> None: ...
 
     @abstractmethod
-    def _newest_attempt(self) -> int: ...
+    def _read_attempt(self) -> bytes | None: ...
 
     @abstractmethod
-    def _put_attempt(self, attempt: int) -> None: ...
+    def _put_attempt(self, data: bytes) -> None: ...
 
     @abstractmethod
     def _sweep(self, attempt: int) -> None: ...
@@ -291,15 +324,15 @@ class LocalFolder(CheckpointFolder):
         if self._own.is_dir():
             yield from self._own.glob("*.tmp")
 
-    def _newest_attempt(self) -> int:
+    def _read_attempt(self) -> bytes | None:
         try:
-            return _attempt_of((self._own / "attempt").read_bytes(), self.where)
+            return (self._own / "attempt").read_bytes()
         except FileNotFoundError:
-            return 0
+            return None
 
-    def _put_attempt(self, attempt: int) -> None:
+    def _put_attempt(self, data: bytes) -> None:
         self._own.mkdir(parents=True, exist_ok=True)
-        replace_file(self._own / "attempt", b"%d\n" % attempt, self._own / f"attempt.{os.getpid()}")
+        replace_file(self._own / "attempt", data, self._own / f"attempt.{os.getpid()}")
 
     def _sweep(self, attempt: int) -> None:
         for path in self._unpublished():
@@ -384,12 +417,11 @@ class ObjectFolder(CheckpointFolder):
             if self._key(f"{save}/{MANIFEST_NAME}") not in keys:
                 self._store.delete(keys)
 
-    def _newest_attempt(self) -> int:
-        data = self._store.get(f"{_OWN}/attempt")
-        return 0 if data is None else _attempt_of(data, self.where)
+    def _read_attempt(self) -> bytes | None:
+        return self._store.get(f"{_OWN}/attempt")
 
-    def _put_attempt(self, attempt: int) -> None:
-        self._store.put(f"{_OWN}/attempt", b"%d\n" % attempt)
+    def _put_attempt(self, data: bytes) -> None:
+        self._store.put(f"{_OWN}/attempt", data)
 
     def _sweep(self, attempt: int) -> None:
         """Delete what older attempts have uploaded below this name and not published."""
@@ -521,13 +553,6 @@ def open_folder(checkpoint_id: str | os.PathLike[str]) -> CheckpointFolder:
         return ObjectFolder(storage.store, name)
     assert storage.root is not None
     return LocalFolder(storage.root / name)
-
-
-def _attempt_of(data: bytes, where: str) -> int:
-    try:
-        return int(data)
-    except ValueError:
-        raise CommitFailed(f"{where}: the file `attempt` in {_OWN} next to it is damaged; remove it") from None
 
 
 class DigestedFile:

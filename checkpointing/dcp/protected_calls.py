@@ -72,7 +72,7 @@ class _Protected:
         if not group.has_collectives:
             self._say("with use_collectives=False no rank knows when all have saved: saves are not committed")
             return self._save(state_dict, storage_writer, *args, **kwargs)
-        writer = CommittingWriter(storage_writer, rank_settings().attempt, group.size)
+        writer = CommittingWriter(storage_writer, rank_settings(), group.size)
         step, tier = writer.folder.step, writer.folder.tier
         try:
             with writer.active():
@@ -98,11 +98,12 @@ class _Protected:
             return
         folder = open_folder(storage_reader.path)
         group = _Group.of(self._load, state_dict, storage_reader, *args, **kwargs)
-        attempt = rank_settings().attempt if group.coordinates else 0
+        settings = rank_settings()
+        attempt = settings.attempt if group.coordinates else 0
         try:
             published = folder.published()
             if attempt:
-                folder.begin(attempt)
+                folder.begin(attempt, settings.lineage, saves=False)
             with verified(storage_reader, published):
                 self._load(state_dict, storage_reader, *args, **kwargs)
         except ForeignCheckpoint:
@@ -113,7 +114,8 @@ class _Protected:
             found = _cause(failed)
             if isinstance(found, InvalidCheckpoint):
                 # Every rank has found the same.
-                raise self._refused(folder, found, moves=attempt > 0) from None
+                moves = attempt > 0 and folder.belongs_to(settings.lineage)
+                raise self._refused(folder, found, moves=moves) from None
             if isinstance(found, CheckpointError):
                 raise found from None
             raise
@@ -123,7 +125,7 @@ class _Protected:
     def _refused(self, folder: CheckpointFolder, error: InvalidCheckpoint, *, moves: bool) -> DamagedCheckpoint:
         """Return what to raise, once the rank that coordinates has set it aside: a restart finds another one."""
         if not moves:
-            return DamagedCheckpoint(error.where, error.reason)
+            return DamagedCheckpoint(error.where, f"{error.reason}; remove it, or start from another one")
         aside = folder.quarantine()
         self._report(CheckpointQuarantined(step=folder.step, reason=error.reason, kept_as=aside))
         return DamagedCheckpoint(error.where, f"{error.reason}; it is kept as {aside}, and nothing starts from it")

@@ -111,6 +111,23 @@ class BestModel(Event, name="best_model"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProgramSaved(Event, name="program_saved"):
+    """A program's own `torch.distributed.checkpoint` was committed, where the program keeps its checkpoints.
+
+    Attributes:
+        step: The last number in its name.
+        tier: ``local`` or ``remote``.
+        nbytes: Size of all its files.
+        duration_s: Seconds from the begin of the save.
+    """
+
+    step: int
+    tier: str = "local"
+    nbytes: int | None = None
+    duration_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class NothingSaved(Event, name="nothing_saved"):
     """A program trains, and nothing of it is saved.
 

@@ -30,6 +30,7 @@ from runner.journal.events import (
     LeaderChanged,
     Malformed,
     NothingSaved,
+    ProgramSaved,
     Progress,
     RunEnded,
     RunStarted,
@@ -96,6 +97,7 @@ class RunSummary:
         leader: Node rank of the node that leads in place of the first one; None if none has had to.
         slow: Which ranks compute more slowly than the others now; None if there are none.
         resumes: How often training has resumed.
+        program_saves: Steps of the checkpoints that a program has saved by itself, in order.
         unsaved: That nothing of the program is saved, and why; None where something is.
         repetitions: How the steps that were recomputed compare, oldest first.
         node_changes: What each change of the nodes has cost, oldest first.
@@ -129,6 +131,7 @@ class RunSummary:
     slow: SlowRanks | None = None
     resumes: int = 0
     unsaved: NothingSaved | None = None
+    program_saves: list[int] = field(default_factory=list)
     repetitions: list[StepsRepeated] = field(default_factory=list)
     node_changes: list[NodeChange] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
@@ -226,8 +229,9 @@ def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of eve
             run.tokens_per_s = log.metric("tokens_per_s") or run.tokens_per_s
         case Progress(step=step):
             run.step = step
+        case ProgramSaved(step=step):
+            run.unsaved, run.program_saves = None, [*run.program_saves, step]
         case Committed(step=step, tier=tier):
-            run.unsaved = None
             if step not in run.committed:
                 run.committed.append(step)
             if step >= run.newest_by_tier.get(tier, -1):
@@ -319,6 +323,10 @@ def render(run: RunSummary, places: dict[str, str]) -> str:
         why = f", the last one: {run.last_failed_commit}" if run.failed_commits else ""
         lines.append(f"               {run.skipped_snapshots} skipped, {run.failed_commits} failed{why}")
     lines += [f"               quarantined: {kept}" for kept in run.quarantined]
+    if run.program_saves:
+        lines.append(
+            f"               {len(run.program_saves)} by the program itself, newest step {run.program_saves[-1]}"
+        )
     if run.unsaved is not None:
         lines.append(f"               {run.unsaved.describe()}")
     lines.append(f"  lost work    {run.lost_steps} steps, {run.time_by_cause.get(LOST, 0.0):.1f} s")

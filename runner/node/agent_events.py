@@ -29,7 +29,7 @@ from checkpointing.agent.events import (
     Transfer,
 )
 from checkpointing.host.heartbeat import Heartbeat
-from runner.journal.events import Progress, Record, parse_event
+from runner.journal.events import ProgramSaved, Progress, Record, parse_event
 from runner.journal.summary import describe_slow_ranks
 from runner.ui.progress import ProgressDisplay
 
@@ -107,12 +107,16 @@ class AgentEvents:
         """Handle what a program's own checkpoints have come to; what cannot be read is dropped."""
         details = {name: value for name, value in report.items() if name != "event"}
         event = parse_event(str(report.get("event")), details)
-        self.program_saves |= isinstance(event, Resumed | Committed)
-        if isinstance(event, Resumed):
-            self.program_start = self.program_step = event.step
-        elif isinstance(event, Committed):
-            self.program_step = max(self.program_step, event.step)
-        if isinstance(event, Resumed | Committed | CommitFailedEvent | CheckpointQuarantined):
+        if isinstance(event, Committed):
+            # Not a checkpoint of the run: nothing looks for it where those are.
+            self.program_saves, self.program_step = True, max(self.program_step, event.step)
+            self._display.state.committed_step = event.step
+            saved = ProgramSaved(step=event.step, tier=event.tier, nbytes=event.nbytes, duration_s=event.duration_s)
+            self._record(saved)
+        elif isinstance(event, Resumed):
+            self.program_saves, self.program_start, self.program_step = True, event.step, event.step
+            self.handle(event)
+        elif isinstance(event, CommitFailedEvent | CheckpointQuarantined):
             self.handle(event)
 
     def handle_forwarded(self, event: Event) -> None:

@@ -87,6 +87,7 @@ def _add_progress(facts: Table, run: RunSummary, now: float) -> None:
         f"step {step} ({tier}), {duration(now - run.newest_at_by_tier.get(tier, now))} ago"
         for tier, step in run.newest_by_tier.items()
     ]
+    committed += [f"step {step}, by the program itself" for step in run.program_saves[-1:]]
     facts.add_row("committed", Text("; ".join(committed) or "nothing yet"))
 
 

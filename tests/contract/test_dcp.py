@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from checkpointing.agent.events import CheckpointQuarantined, CommitFailedEvent, Committed, Resumed
 from checkpointing.dcp.folders import METADATA, open_folder
 from checkpointing.dcp.protected_calls import DamagedCheckpoint
-from checkpointing.errors import Fenced
+from checkpointing.errors import CommitFailed, Fenced
 from checkpointing.host import failpoints
 
 pytestmark = pytest.mark.filterwarnings(
@@ -84,6 +84,10 @@ def test_what_is_damaged_is_refused_and_quarantine_under_a_runner(
         with pytest.raises(DamagedCheckpoint, match="step-7: "):
             loaded(place)
     environment_of(monkeypatch, attempt=2)
+    # It is of no run: a run moves only what it has saved itself.
+    with pytest.raises(DamagedCheckpoint, match="remove it, or start from another one"):
+        loaded(place)
+    dcp.save(state(6), checkpoint_id=f"{location}/step-6")
     with pytest.raises(DamagedCheckpoint, match=r"it is kept as .*, and nothing starts from it"):
         loaded(place)
     assert open_folder(place).read(METADATA) is None
@@ -101,6 +105,25 @@ def test_a_writer_of_an_older_attempt_is_refused(
     assert open_folder(f"{location}/step-8").read(METADATA) is None
     environment_of(monkeypatch, attempt=3)
     assert is_state(loaded(f"{location}/step-7"), 7)
+
+
+def test_another_run_takes_the_folder_over(location: str, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attempts begin from 1 again. It may load first; once it saves, the earlier run is shut out."""
+    environment_of(monkeypatch, attempt=5)
+    dcp.save(state(6), checkpoint_id=f"{location}/step-6")
+    environment_of(monkeypatch, attempt=1, run_id="another")
+    assert is_state(loaded(f"{location}/step-6"), 6)
+    environment_of(monkeypatch, attempt=5)
+    dcp.save(state(7), checkpoint_id=f"{location}/step-7")
+    environment_of(monkeypatch, attempt=1, run_id="another")
+    assert is_state(loaded(f"{location}/step-7"), 7)
+    dcp.save(state(8), checkpoint_id=f"{location}/step-8")
+    environment_of(monkeypatch, attempt=5)
+    with pytest.raises(CommitFailed, match="another run saves next to it"):
+        dcp.save(state(9), checkpoint_id=f"{location}/step-9")
+    assert open_folder(f"{location}/step-9").read(METADATA) is None
+    environment_of(monkeypatch, attempt=1, run_id="another")
+    assert is_state(loaded(f"{location}/step-8"), 8)
 
 
 def test_what_an_older_attempt_has_not_published_is_removed(

@@ -36,9 +36,9 @@ def commit_and_verify(monkeypatch: pytest.MonkeyPatch) -> Reports:
     return reports
 
 
-def environment_of(monkeypatch: pytest.MonkeyPatch, attempt: int) -> None:
+def environment_of(monkeypatch: pytest.MonkeyPatch, attempt: int, run_id: str = "run") -> None:
     """Have this process be a rank of an attempt of a runner."""
-    monkeypatch.setitem(os.environ, SETTINGS_ENV, RankSettings(attempt=attempt).to_json())
+    monkeypatch.setitem(os.environ, SETTINGS_ENV, RankSettings(attempt=attempt, lineage=run_id).to_json())
 
 
 def spoil(folder: CheckpointFolder, damage: str) -> None:

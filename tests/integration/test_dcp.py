@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.small_dcp import spoil
-from integration.support import Run
+from integration.support import Run, wait_until
 
-from checkpointing.agent.events import CheckpointQuarantined, Committed, Resumed
+from checkpointing.agent.events import CheckpointQuarantined, Resumed
 from checkpointing.dcp.folders import open_folder
 from checkpointing.host.failpoints import FAILPOINTS_ENV, ONCE_ENV
-from runner.journal.events import NothingSaved
+from runner.journal.events import NothingSaved, ProgramSaved
 
 PROGRAM = Path(__file__).with_name("dcp_program.py")
 
@@ -57,7 +58,7 @@ def test_a_killed_program_ends_with_the_same_bits(
     assert (tmp_path / "ours" / "ck.digest").read_text() == expected
     assert len(list((tmp_path / "ours" / "fired").iterdir())) == armed.count("kill")
     # A rank that is killed when it has committed has not said so.
-    steps = {one["step"] for name in (Committed.name, Resumed.name) for one in run.events(name)}
+    steps = {one["step"] for name in (ProgramSaved.name, Resumed.name) for one in run.events(name)}
     assert steps >= {10, 20} and run.events(Resumed.name)
     assert not run.events(NothingSaved.name)
 
@@ -65,11 +66,17 @@ def test_a_killed_program_ends_with_the_same_bits(
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path: Path) -> None:
     expected = stock(tmp_path / "stock", 2)
     folder = tmp_path / "ours"
-    ours(folder, 2, steps=15)
+    (folder / "fired").mkdir(parents=True)
+    command = [str(PROGRAM), str(folder / "ck"), "20"]
+    first = Run(folder / "run", "--nproc-per-node", "2", script=command)
+    # It stands still once step 15 is published.
+    first.start(**{FAILPOINTS_ENV: "dcp.published=hang@3", ONCE_ENV: str(folder / "fired"), "OMP_NUM_THREADS": "1"})
+    wait_until(first, lambda: bool(list((folder / "fired").iterdir())))
+    first.signal(signal.SIGKILL)
+    first.finish()
     spoil(open_folder(folder / "ck" / "step-15"), "flipped")
-    # Another run: the first one has finished.
-    (folder / "run").rename(folder / "first")
-    run = ours(folder, 2)
+    run = Run(folder / "run", "--nproc-per-node", "2", script=command)
+    assert run.start(OMP_NUM_THREADS="1").finish() == 0, run.output
     assert (folder / "ck.digest").read_text() == expected
     [found] = run.events(CheckpointQuarantined.name)
     assert "was altered" in found["reason"] and Path(found["kept_as"]).is_dir()

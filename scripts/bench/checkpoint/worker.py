@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from library.methods import Dcp, Decoder, Method, Ours, loss_of, state_bytes
+from library.methods import Dcp, Decoder, Method, Ours, ProtectedDcp, loss_of, state_bytes
 from library.orders import carry_out
 
 VOCABULARY = 12288
@@ -86,6 +86,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "dcp-process": functools.partial(Dcp, process=True),
     "dcp-shm": functools.partial(Dcp, process=True, shared_memory=True),
     "dcp-shm-async": functools.partial(Dcp, process=True, shared_memory=True, async_staging=True),
+    "dcp-protected": ProtectedDcp,
     "dlrover": DLRover,
     "ours": Ours,
 }

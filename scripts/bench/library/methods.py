@@ -146,6 +146,25 @@ class Dcp(Method):
         self.stager.close()
 
 
+class ProtectedDcp(Dcp):
+    """The same, with `checkpointing.dcp.protect`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        from torch.distributed.checkpoint import state_dict_saver
+
+        from checkpointing.dcp import protect
+
+        protect()
+        saving: Any = state_dict_saver
+        self.copies = saving._ThreadBasedAsyncCheckpointExecutor.args[0]
+
+    # The optimizer's own hook waits here; calling it measures the wait.
+    def before_optimizer(self) -> None:
+        if self.copies._thread is not None:
+            self.copies._thread.pre_step_barrier()
+
+
 class Ours(Method):
     """`CheckpointManager`."""
 

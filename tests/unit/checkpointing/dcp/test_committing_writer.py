@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from checkpointing.dcp.committing_writer import CommittingWriter, StagedFiles, can_commit
 from checkpointing.dcp.folders import METADATA
+from checkpointing.host.environment import RankSettings
 
 
 class Derived(dcp.FileSystemWriter):  # type: ignore[misc]
@@ -25,7 +26,9 @@ def test_torchs_writers_of_files_commit_and_no_others(tmp_path: Path) -> None:
 
 
 def test_all_ranks_write_into_one_folder_that_no_other_save_has(tmp_path: Path) -> None:
-    writers = [CommittingWriter(dcp.FileSystemWriter(tmp_path / "step-1"), 2, 2) for _ in range(2)]
+    writers = [
+        CommittingWriter(dcp.FileSystemWriter(tmp_path / "step-1"), RankSettings(attempt=2), 2) for _ in range(2)
+    ]
     prefixes = [
         plan.storage_data.prefix
         for writer in writers
@@ -39,13 +42,13 @@ def test_all_ranks_write_into_one_folder_that_no_other_save_has(tmp_path: Path) 
 def test_a_writer_is_what_it_was_after_the_save(tmp_path: Path) -> None:
     own: Any = dcp.FileSystemWriter(tmp_path / "step-1", sync_files=True)
     files = own.fs
-    with CommittingWriter(own, 0, 1).active():
+    with CommittingWriter(own, RankSettings(attempt=0), 1).active():
         assert isinstance(own.fs, StagedFiles) and not own.sync_files
     assert own.fs is files and own.sync_files
 
 
 def test_the_index_stays_in_memory_and_files_out_of_sight(tmp_path: Path) -> None:
-    writer = CommittingWriter(dcp.FileSystemWriter(tmp_path / "step-1"), 0, 1)
+    writer = CommittingWriter(dcp.FileSystemWriter(tmp_path / "step-1"), RankSettings(attempt=0), 1)
     files = StagedFiles(writer.folder)
     files.save = "0.0123456789ab"
     with files.create_stream(tmp_path / "step-1" / f"{METADATA}.tmp", "wb") as index:

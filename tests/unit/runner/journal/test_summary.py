@@ -80,6 +80,19 @@ def test_what_the_summary_says() -> None:
         assert part in text
 
 
+def test_what_a_program_saves_by_itself_is_no_checkpoint_of_the_run() -> None:
+    """A restart looked for them where the run keeps its own, and ended with 81."""
+    events = [
+        event(100, "run_started", 0, run_id="r"),
+        event(101, "nothing_saved", 1, reason="no Trainer and no CheckpointManager seen"),
+        event(102, "program_saved", 1, step=5, tier="local"),
+        event(103, "program_saved", 1, step=10, tier="local"),
+    ]
+    run = summarise(entries(events))
+    assert (run.committed, run.program_saves, run.unsaved) == ([], [5, 10], None)
+    assert "2 by the program itself, newest step 10" in render(run, {})
+
+
 def test_slow_ranks_are_those_of_the_running_attempt() -> None:
     slow = event(105, "slow_ranks", 1, ranks=[3], ratios=[1.5], nodes=[1])
     events = [event(100, "attempt_started", 1), slow]
