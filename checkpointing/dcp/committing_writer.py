@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import os
 import time
@@ -11,12 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter, _FileSystemWriter, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _FileSystemWriter, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from checkpointing.dcp.folders import METADATA, CheckpointFolder, DigestedFile, entry_of, new_save, open_folder
+from checkpointing.dcp.verified_files import FilesOfOneFolder
 from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.host.environment import RankSettings
 
@@ -34,7 +36,7 @@ def can_commit(writer: object) -> bool:
     )
 
 
-class StagedFiles(FileSystemBase):
+class StagedFiles(FilesOfOneFolder):
     """The file system of a writer while it saves: files are durable, digested, and out of sight until all are there.
 
     Args:
@@ -66,14 +68,6 @@ class StagedFiles(FileSystemBase):
             yield digested
         self.entries.append(digested.entry(f"{self.save}/{name}"))
 
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        """Join with a slash, also in a URL."""
-        return f"{os.fspath(path).rstrip('/')}/{suffix}"
-
-    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return the path."""
-        return path
-
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         """Do nothing: the folder is made when it is published."""
 
@@ -87,11 +81,6 @@ class StagedFiles(FileSystemBase):
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         """Do nothing: the index is replaced at once."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: the writer was chosen already."""
-        return True
 
 
 class CommittingWriter(StorageWriter):
@@ -147,7 +136,9 @@ class CommittingWriter(StorageWriter):
         """Set the writer up; the rank that commits shuts out older attempts."""
         if is_coordinator and self._attempt:
             self.folder.begin(self._attempt, self._run_id, saves=True)
-        self._writer.set_up_storage_writer(is_coordinator, *args, **kwargs)
+        # One that a program has derived may take less than torch's of today.
+        takes_all = "kwargs" in inspect.signature(self._writer.set_up_storage_writer).parameters
+        self._writer.set_up_storage_writer(is_coordinator, *args, **(kwargs if takes_all else {}))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Have the writer do it."""

@@ -41,6 +41,7 @@ _OWN = ".checkpointing"
 # What this process has begun: the place, the attempt and the run. It takes nothing over a second time.
 _CLAIMED: set[tuple[str, int, str]] = set()
 _SAVE = re.compile(r"(0|[1-9][0-9]{0,17})\.[0-9a-f]{12}")
+_UNPUBLISHED = re.compile(rf"(?P<name>.*)\.(?P<save>{_SAVE.pattern})\.tmp", re.DOTALL)
 _STEP = re.compile(r"([0-9]{1,17})\D*\Z")
 
 
@@ -309,8 +310,8 @@ class LocalFolder(CheckpointFolder):
         for path in self._path.iterdir():
             if _SAVE.fullmatch(path.name) and path.name != save:
                 shutil.rmtree(path, ignore_errors=True)
-        for path in self._unpublished():
-            if path.name.startswith(f"{self.name}."):
+        for path, name, _ in self._unpublished():
+            if name == self.name:
                 shutil.rmtree(path, ignore_errors=True)
 
     def discard(self, save: str) -> None:
@@ -320,9 +321,11 @@ class LocalFolder(CheckpointFolder):
     def _staging(self, save: str) -> Path:
         return self._own / f"{self.name}.{save}.tmp"
 
-    def _unpublished(self) -> Iterator[Path]:
-        if self._own.is_dir():
-            yield from self._own.glob("*.tmp")
+    def _unpublished(self) -> Iterator[tuple[Path, str, int]]:
+        """Yield the folders of saves that are not published, each with the checkpoint's name and the attempt."""
+        for path in self._own.glob("*.tmp"):
+            if found := _UNPUBLISHED.fullmatch(path.name):
+                yield path, found["name"], int(found["save"].partition(".")[0])
 
     def _read_attempt(self) -> bytes | None:
         try:
@@ -335,9 +338,8 @@ class LocalFolder(CheckpointFolder):
         replace_file(self._own / "attempt", data, self._own / f"attempt.{os.getpid()}")
 
     def _sweep(self, attempt: int) -> None:
-        for path in self._unpublished():
-            number = path.name.split(".")[-3:-1]
-            if number and number[0].isdigit() and int(number[0]) < attempt:
+        for path, _, number in self._unpublished():
+            if number < attempt:
                 shutil.rmtree(path, ignore_errors=True)
 
     def read(self, name: str) -> bytes | None:
@@ -403,12 +405,8 @@ class ObjectFolder(CheckpointFolder):
 
     def _delete_others(self, save: str) -> None:
         with contextlib.suppress(OSError):
-            others = [
-                key
-                for name, key in ((name, self._key(name)) for name in self.sizes())
-                if (folder := name.partition("/")[0]) != save and _SAVE.fullmatch(folder)
-            ]
-            self._store.delete(others)
+            folders = [(name, name.partition("/")[0]) for name in self.sizes()]
+            self._store.delete([self._key(name) for name, one in folders if one != save and _SAVE.fullmatch(one)])
 
     def discard(self, save: str) -> None:
         """Delete the objects, unless `.metadata` may name them: a call that seems to fail may have been carried out."""

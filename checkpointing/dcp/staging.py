@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -208,19 +210,40 @@ class _Executor:
         return upload
 
 
+def _staged_by(staging: Staging, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a stager's `stage`, through `staging` where `async_save` calls it; to others its result is complete."""
+
+    @functools.wraps(plain)
+    def stage(self: Any, state_dict: Any, **options: Any) -> Any:
+        if not _is_called_by_async_save():
+            return plain(self, state_dict, **options)
+        staged = staging.stage(state_dict)
+        options_of_stager = getattr(self, "_config", None)
+        is_async = options_of_stager is not None and options_of_stager.use_async_staging
+        return staging.when_copied(staged) if is_async else staged
+
+    return stage
+
+
+def _is_called_by_async_save() -> bool:
+    # `stage` itself, perhaps a writer's that goes on to it, and a function within `async_save`.
+    frame: types.FrameType | None = sys._getframe(2)
+    for _ in range(2):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == state_dict_saver.__name__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def overlap_copies() -> Staging | None:
     """Have `async_save` copy through `Staging`; return it, or None where this torch has other names."""
     if any(name.problem() is not None for name in STAGING):
         return None
     staging = Staging()
-    plain_stage = torch_staging.DefaultStager.stage
-
-    def stage(self: Any, state_dict: Any, **_: Any) -> Any:
-        staged = staging.stage(state_dict)
-        return staging.when_copied(staged) if self._config.use_async_staging else staged
-
-    torch_staging.DefaultStager.stage = functools.wraps(plain_stage)(stage)  # type: ignore[method-assign]
-    torch_staging.BlockingAsyncStager.stage = lambda self, state_dict: staging.stage(state_dict)  # type: ignore[method-assign]
+    for stager in (torch_staging.DefaultStager, torch_staging.BlockingAsyncStager):
+        stager.stage = _staged_by(staging, stager.stage)  # type: ignore[method-assign]
     saving: Any = state_dict_saver
     executor = functools.partial(_Executor, staging, saving._ThreadBasedAsyncCheckpointExecutor)
     saving._ThreadBasedAsyncCheckpointExecutor = saving._ProcessBasedAsyncCheckpointExecutor = executor

@@ -20,7 +20,24 @@ def can_verify(reader: object) -> bool:
     return isinstance(reader, FileSystemReader) and kind.read_data is FileSystemReader.read_data
 
 
-class VerifiedFiles(FileSystemBase):
+class FilesOfOneFolder(FileSystemBase):
+    """What a file system of torch's does with names, for a checkpoint whose place is known."""
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        """Join with a slash, also in a URL."""
+        return f"{os.fspath(path).rstrip('/')}/{suffix}"
+
+    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        """Return the path."""
+        return path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True: writer and reader were chosen already."""
+        return True
+
+
+class VerifiedFiles(FilesOfOneFolder):
     """The file system of a reader while it loads: what it reads is in memory, and was compared with its digest there.
 
     Args:
@@ -40,14 +57,6 @@ class VerifiedFiles(FileSystemBase):
         else:
             yield MemoryFile(self._published.read(name))
 
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        """Join with a slash, also in a URL."""
-        return f"{os.fspath(path).rstrip('/')}/{suffix}"
-
-    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return the path."""
-        return path
-
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Return whether the checkpoint has such a file."""
         name = os.fspath(path).removeprefix(f"{self._path}/")
@@ -64,11 +73,6 @@ class VerifiedFiles(FileSystemBase):
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         """Refuse."""
         self.mkdir(path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: the reader was chosen already."""
-        return True
 
 
 @contextlib.contextmanager

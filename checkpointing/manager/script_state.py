@@ -53,7 +53,7 @@ class ScriptState:
         self.saved: Callable[[], Collection[object]] = list
         self.exported: Callable[[], Collection[tuple[object, Any]]] = list
         self.is_in_trainer = False
-        self._coverage = Coverage(self._roots, self._covered, self._without, self._partly, late=_LOADERS)
+        self._coverage = Coverage(self._compared, self._covered, self._without, self._partly, late=_LOADERS)
         self._looked = Clocks.now()
         self._generators: dict[str, Any] = {}
         self._num_snapshots = 0
@@ -121,6 +121,12 @@ class ScriptState:
                 listed(missing),
             )
 
+    def _compared(self, step: int | None) -> tuple[dict[str, object], set[str]]:
+        """Return what is compared: also what a search for generators cannot use."""
+        found, own = self._roots(step)
+        more = {**self._replaced(), **self._settings_of_data(), **self._suspended()}
+        return {**found, **more}, own | set(more)
+
     def _roots(self, step: int | None) -> tuple[dict[str, object], set[str]]:
         model = {"model": self._tracked.state.model} if self._tracked.has_training else {}
         variables, kept = script_variables(step, self._looked), self._kept_besides()
@@ -156,9 +162,13 @@ class ScriptState:
             for number, hook in enumerate(getattr(state.torch_optimizer, name, {}).values()):
                 if is_own_module(getattr(hook, "__module__", "") or ""):
                     found[f"optimizer.{name.removeprefix('_optimizer_')}[{number}]"] = hook
+        return found
+
+    def _replaced(self) -> dict[str, object]:
+        """Return whether optimizer and scheduler are others than those that training began with."""
+        state = self._tracked.state
         now = {"optimizer": state.torch_optimizer, "scheduler": state.scheduler}
-        replaced = {f"{name} (replaced)": now[name] is not one for name, one in self._begun.items()}
-        return {**found, **replaced, **self._settings_of_data(), **self._suspended()}
+        return {f"{name} (replaced)": now[name] is not one for name, one in self._begun.items()}
 
     def _suspended(self) -> dict[str, object]:
         """Return what a loop of the script draws from and nothing shows, in a loop that no trainer runs."""

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import contextvars
 import dis
+import enum
 import functools
 import gc
 import inspect
@@ -85,7 +86,7 @@ def reachable(
         reached = waiting.popleft()
         if not isinstance(reached.value, SIMPLE):
             if id(reached.value) in seen:
-                if isinstance(reached.value, types.FunctionType):
+                if isinstance(reached.value, (types.FunctionType, enum.Enum)):
                     # Another one may be in its place later, which is also found elsewhere.
                     yield reached
                 continue

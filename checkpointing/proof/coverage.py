@@ -73,14 +73,13 @@ class Coverage:
         self._late = late
         self._roots, self._covered, self._without, self._partly = roots, covered, without, partly
         self._before: dict[str, int] | None = None
-        # How objects were reached first, by their ids.
+        # How objects were reached at the last look, by their ids.
         self._paths: dict[int, str] = {}
         self._num_saves = 0
         self._named = set[str]()
 
     def begin(self) -> None:
         """Note how everything is before the first step."""
-        self._paths = {}
         self._before, self._num_saves, self._named = self._digests(None), 0, set()
 
     def at_save(self, step: int) -> list[str] | None:
@@ -116,6 +115,8 @@ class Coverage:
         covered = self._covered()
         roots, own = self._as_known(*self._roots(step))
         found: dict[str, int] = {}
+        # What has been released may have given its id to something else.
+        self._paths = {}
         for reached in reachable(roots, self._without(), own_roots=own, partly=self._partly()):
             if not isinstance(reached.value, SIMPLE):
                 self._paths.setdefault(id(reached.value), reached.path)
@@ -264,7 +265,8 @@ def _of_arrays(value: Any) -> int:
         return 0
     if callable(getattr(kind, "__array__", None)):
         with contextlib.suppress(Exception):  # It is not ours to call.
-            return of_object(np.asarray(value))
+            # Of a long table, rows at equal distances.
+            return of_object(np.asarray(value[:: max(len(value) // MOST_OBJECTS, 1)]))
     held = [one for one in attributes_of(value).values() if isinstance(one, (torch.Tensor, np.ndarray))]
     return of_object(held) if held else 0
 

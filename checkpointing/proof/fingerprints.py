@@ -7,6 +7,7 @@ Nothing is pickled, and it is asked of Python's own types only: others may do an
 
 from __future__ import annotations
 
+import enum
 import io
 import itertools
 import sqlite3
@@ -90,8 +91,8 @@ class _Walk:
     def of(self, value: Any, digest: int, depth: int) -> int:
         """Continue a digest with an object."""
         self._left -= 1
-        if isinstance(value, PLAIN):
-            return of_plain(value, digest)
+        if isinstance(value, (*PLAIN, torch.dtype, enum.Enum)):
+            return of_plain(value if isinstance(value, PLAIN) else repr(value), digest)
         if isinstance(value, torch.Tensor):
             return of_tensor(value, digest)
         if isinstance(value, (np.ndarray, np.generic)):

@@ -111,6 +111,7 @@ class AgentEvents:
             # Not a checkpoint of the run: nothing looks for it where those are.
             self.program_saves, self.program_step = True, max(self.program_step, event.step)
             self._display.state.committed_step = event.step
+            self._failed_saves.pop(event.tier, None)
             saved = ProgramSaved(step=event.step, tier=event.tier, nbytes=event.nbytes, duration_s=event.duration_s)
             self._record(saved)
         elif isinstance(event, Resumed):

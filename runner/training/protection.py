@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpointing.agent.events import Event
 from checkpointing.commit.tiers import STAGES
+from checkpointing.errors import CheckpointError
 from runner.errors import ExitCode, RunnerError
 
 # Optimizer steps, and seconds since the first of them, after which a program that saves has begun to.
@@ -72,9 +73,13 @@ class Protection:
         protect_trainers()
 
     def _protect_dcp(self, module: ModuleType) -> None:
-        from checkpointing.dcp import protect
+        # Libraries import it, too: a program that does not use it must not fail.
+        try:
+            from checkpointing.dcp import protect
 
-        protect(self._saved)
+            protect(self._saved)
+        except (CheckpointError, ImportError) as error:
+            print(f"checkpointing: torch.distributed.checkpoint is left as it is: {error}", file=sys.stderr, flush=True)
 
     def _saved(self, event: Event) -> None:
         self._has_own = True

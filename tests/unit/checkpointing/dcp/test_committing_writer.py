@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.small_dcp import dcp
+import torch
+from helpers.small_dcp import commit_and_verify, dcp
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan
@@ -59,3 +60,17 @@ def test_the_index_stays_in_memory_and_files_out_of_sight(tmp_path: Path) -> Non
     assert [(entry.name, entry.size) for entry in files.entries] == [("0.0123456789ab/__0_0.distcp", 4)]
     with pytest.raises(FileExistsError), files.create_stream("0.0123456789ab/__0_0.distcp", "wb"):
         pass
+
+
+class Earlier(dcp.FileSystemWriter):  # type: ignore[misc]
+    """Of a program that was written for an earlier torch."""
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        """Take one argument."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_a_derived_writer_may_take_fewer_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = commit_and_verify(monkeypatch)
+    dcp.save({"a": torch.ones(2)}, storage_writer=Earlier(tmp_path / "step-3"))
+    assert [one.step for one in reports] == [3]

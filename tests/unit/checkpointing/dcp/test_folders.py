@@ -146,3 +146,16 @@ def test_an_upload_is_sent_in_parts_and_its_failure_reaches_the_writer() -> None
     other.write(b"torn")
     other.give_up()
     assert isinstance(other._error, InterruptedError) and not abandoned.data
+
+
+def test_a_save_removes_only_what_is_of_its_own_name(tmp_path: Path) -> None:
+    """`last.v2` begins as `last` does."""
+    other, name = LocalFolder(tmp_path / "last.v2"), new_save(1)
+    with other.create(name, "__0_0.distcp") as file:
+        file.write(b"xxx")
+    cut = new_save(1)
+    with LocalFolder(tmp_path / "last").create(cut, "__0_0.distcp") as file:
+        file.write(b"cut")
+    save(LocalFolder(tmp_path / "last"))
+    assert [path.name for path in (tmp_path / ".checkpointing").glob("*.tmp")] == [f"last.v2.{name}.tmp"]
+    other.publish(name, b"index", manifest(name, "__0_0.distcp"))

@@ -155,3 +155,16 @@ def test_a_process_of_its_own_is_not_started(tmp_path: Path, monkeypatch: pytest
 
 def test_the_table_of_what_the_copy_uses_is_what_is_there() -> None:
     assert [name.problem() for name in STAGING if name.problem()] == []
+
+
+def test_a_stager_that_a_program_calls_itself_returns_a_complete_copy(
+    monkeypatch: pytest.MonkeyPatch, held: threading.Event, tmp_path: Path
+) -> None:
+    """Only `async_save` waits for a copy before it reads it."""
+    commit_and_verify(monkeypatch)
+    executor: Any = dcp.state_dict_saver._ThreadBasedAsyncCheckpointExecutor
+    training = Training(executor.args[0])
+    for stager in (DefaultStager(StagingOptions(False, False, False, False)), dcp.FileSystemWriter(tmp_path)):
+        staged: Any = stager.stage(training.state())
+        assert training.digest(staged) == training.digest(training.state())
+    held.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import importlib
 import itertools
 import multiprocessing
@@ -13,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -459,6 +460,34 @@ class Keeper:
         self.functions = [double, len]
 
 
+class Part(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+# Found elsewhere, too.
+PARTS = list(Part)
+
+
+class Table:
+    """As of a library."""
+
+    def __init__(self, rows: Iterable[int]) -> None:
+        self.rows = list(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, part: slice) -> Table:
+        return Table(self.rows[part])
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return np.array(self.rows)
+
+
+Table.__module__ = "numpy"
+
+
 class Steps(list[int]):
     at = 0
 
@@ -497,6 +526,9 @@ def numbered(x: int, *, state: dict[str, int] = {}) -> int:  # noqa: B006
     ("make", "change", "named"),
     [
         (lambda: Keeper(double), lambda own: setattr(own, "value", len), "own.value"),
+        (lambda: Keeper(Part.FIRST), lambda own: setattr(own, "value", Part.SECOND), "own.value"),
+        (lambda: Keeper(torch.float32), lambda own: setattr(own, "value", torch.float64), "own.value"),
+        (lambda: Keeper(Table(range(5000))), lambda own: own.value.rows.append(1), "own.value"),
         (lambda: Keeper(iter([1, 2])), lambda own: next(own.value), "own.value"),
         (lambda: Keeper(zip([1, 2], [3, 4], strict=True)), lambda own: next(own.value), "own.value"),
         (lambda: Keeper(bytearray(2)), lambda own: own.value.append(1), "own.value"),

@@ -201,3 +201,12 @@ def test_what_a_program_has_saved_by_itself_counts_until_the_next_attempt() -> N
     assert len(bench.recorded) == 2 and bench.events.fenced is None
     bench.events.begin_attempt(2)
     assert (bench.events.program_start, bench.events.program_step, bench.events.program_saves) == (0, 0, True)
+
+
+def test_failed_saves_of_a_program_count_until_one_succeeds() -> None:
+    bench = Bench()
+    for step in (5, 10):
+        bench.events.handle_program(CommitFailedEvent(step=step, error="full").to_dict())
+    assert bench.events.failed_saves == (2, "full")
+    bench.events.handle_program(Committed(step=15).to_dict())
+    assert bench.events.failed_saves == (0, "")

@@ -14,6 +14,7 @@ import torch
 
 from checkpointing.agent.events import Committed
 from checkpointing.commit.tiers import TrainingStages
+from checkpointing.errors import CheckpointError
 from runner.training import protection as module
 from runner.training.protection import Protection, Unprotected, when_imported
 
@@ -143,3 +144,17 @@ def test_hooks_that_come_later_are_called_too() -> None:
     OPTIMIZER.register_optimizer_step_post_hook(lambda *_: called.append(1))
     rank.step(5)
     assert len(called) == 5 and len(rank.reasons) == 1
+
+
+def test_a_torch_with_other_names_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries import `torch.distributed.checkpoint`, too: a program that does not use it must not fail."""
+    import checkpointing.dcp
+
+    def refuse(report: Any) -> None:
+        raise CheckpointError("torch 9 has no _save_state_dict")
+
+    monkeypatch.setattr(checkpointing.dcp, "protect", refuse)
+    Rank().protection._protect_dcp(ModuleType("torch.distributed.checkpoint"))
+    assert "torch.distributed.checkpoint is left as it is: torch 9 has no" in capfd.readouterr().err
