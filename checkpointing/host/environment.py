@@ -23,7 +23,7 @@ LOCAL_TIER_ENV = "CHECKPOINT_LOCAL_TIER"
 RESUME_ENV = "CHECKPOINT_RESUME"
 RESUME_FROM_ENV = "CHECKPOINT_RESUME_FROM"
 ALLOW_CHANGES_ENV = "CHECKPOINT_ALLOW_CHANGES"
-# Set by `runner rehearse` only: how many steps there are, and how many between two saves, as 12:4.
+# Set by `runner rehearse` only: the steps, the steps between two saves, and a folder for outputs, as 12:4:/tmp/x.
 REHEARSAL_ENV = "CHECKPOINT_REHEARSAL"
 VERIFY_ENV = "CHECKPOINT_RESUME_VERIFY"
 READ_PATIENCE_ENV = "CHECKPOINT_READ_PATIENCE_S"

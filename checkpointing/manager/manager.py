@@ -426,6 +426,8 @@ class CheckpointManager:
         self._saving.begin(start_step)
         self.proving.begin(start_step)
         self.script.begin()
+        # An attempt may have been killed between its last step and its end.
+        self.end_rehearsal(start_step)
 
     def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """End optimizer step number `step`: save when due, stop when all ranks have agreed to.

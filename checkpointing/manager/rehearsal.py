@@ -16,18 +16,23 @@ class Rehearsal:
     Attributes:
         steps: Steps after which training ends, at that step's commit.
         save_steps: Steps between two commits.
+        output_dir: Folder for what the job writes next to its checkpoints, in place of its own.
         snapshot_steps: Steps between two snapshots in memory.
     """
 
     steps: int
     save_steps: int
+    output_dir: str
     snapshot_steps: int = 2
 
 
 def rehearsal(environment: Mapping[str, str] = os.environ) -> Rehearsal | None:
     """Return the rehearsal that this process takes part in; None for real training."""
-    steps, _, save_steps = environment.get(REHEARSAL_ENV, "").partition(":")
-    return Rehearsal(int(steps), int(save_steps)) if steps else None
+    text = environment.get(REHEARSAL_ENV)
+    if not text:
+        return None
+    steps, save_steps, output_dir = text.split(":", 2)
+    return Rehearsal(int(steps), int(save_steps), output_dir)
 
 
 def ends_rehearsal(step: int) -> bool:

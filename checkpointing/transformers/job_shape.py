@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from checkpointing.agent.events import BatchShape
@@ -83,8 +84,17 @@ def batch_shape(trainer: Any, shared_samples: int | None) -> BatchShape:
         micro_batch=trainer._train_batch_size,
         accumulation=trainer.args.gradient_accumulation_steps,
         samples=shared_samples,
-        model_ranks=tensor_parallel_size(trainer),
+        model_ranks=tensor_parallel_size(trainer) * lone_copies(trainer),
     )
+
+
+def lone_copies(trainer: Any) -> int:
+    """Return how many ranks train the same samples, each by itself, where the Trainer has found no others.
+
+    On a CPU accelerate distributes training with `use_cpu` only, whatever torchrun has started.
+    """
+    started: int = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return max(started // max(int(trainer.args.world_size), 1), 1)
 
 
 def check_samples_per_step(point: LoadedCheckpoint | None, samples: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ def shorten(trainer: Any, short: Rehearsal) -> None:
     """
     args = trainer.args
     changes: dict[str, Any] = {
-        "output_dir": tempfile.mkdtemp(prefix="rehearsal-"),
+        "output_dir": short.output_dir,
         "save_strategy": SaveStrategy.STEPS,
         "save_steps": short.save_steps,
         "save_total_limit": None,

@@ -31,7 +31,7 @@ from checkpointing.transformers.further_states import (
     stops_epoch,
     watched,
 )
-from checkpointing.transformers.job_shape import DataRanks, batch_shape, cut_micro_batches, job_of
+from checkpointing.transformers.job_shape import DataRanks, batch_shape, cut_micro_batches, job_of, lone_copies
 from checkpointing.transformers.loop_state import LoopState
 from checkpointing.transformers.saving import SavingMixin
 from checkpointing.transformers.short import shorten
@@ -137,6 +137,13 @@ class ResilientMixin(ExactMixin, SavingMixin):
         if notice is not None and self.args.process_index == 0:
             print(f"checkpointing: {notice}", file=sys.stderr, flush=True)
         manager.announce_batch(batch_shape(self, session.data.shared_samples))
+        if (copies := lone_copies(self)) > 1 and manager.rank == 0:
+            logger.warning(
+                "each of the %d ranks trains by itself, on the same samples: transformers has not distributed the "
+                "training. On a CPU it does so with TrainingArguments(use_cpu=True) only; or start one rank "
+                "(--nproc-per-node 1)",
+                copies,
+            )
         # What a script replaces them by is in no checkpoint.
         begun = [self.optimizer, self.lr_scheduler]
         manager.script.is_in_trainer = True

@@ -18,7 +18,14 @@ model = LlamaForCausalLM(
     LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 )
 rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 256, (400, 32))]
-arguments = TrainingArguments(output_dir, max_steps=120, save_steps=10, logging_steps=5, report_to="none")
+arguments = TrainingArguments(
+    output_dir,
+    max_steps=120,
+    save_steps=10,
+    logging_steps=5,
+    report_to="none",
+    use_cpu=not torch.accelerator.is_available(),  # Without it, ranks on a CPU do not train together.
+)
 trainer = Trainer(model=model, args=arguments, train_dataset=rows)
 trainer = resilient(trainer)  # added
 trainer.train()

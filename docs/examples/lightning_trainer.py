@@ -5,6 +5,7 @@ of an epoch, and the result is bit-identical.
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -42,4 +43,5 @@ checkpoints = ResilientCheckpoint(f"{folder}/checkpoints", save_steps=10)  # add
 trainer = L.Trainer(max_epochs=3, logger=False, default_root_dir=folder, callbacks=[checkpoints])
 model = Model()
 trainer.fit(model, loader)
+Path(folder).mkdir(parents=True, exist_ok=True)
 torch.save(model.state_dict(), f"{folder}/model.pt")

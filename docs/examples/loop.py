@@ -5,6 +5,7 @@ of an epoch, and the result is bit-identical.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -29,4 +30,5 @@ for step, (x, y) in zip(steps, manager.batches(loader), strict=False):  # added:
         print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
     manager.step(step + 1)  # added
 manager.close()  # added
+Path(folder).mkdir(parents=True, exist_ok=True)
 torch.save(model.state_dict(), f"{folder}/model.pt")

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from checkpointing.format.layout import PER_RANK_PREFIXES
 from runner.chaos.faults import FAULTS
 from runner.chaos.round import Round
-from runner.chaos.run_under_test import RunUnderTest, runner_command
+from runner.chaos.run_under_test import JobUnderTest, RunUnderTest
 from runner.chaos.scene import CampaignFailed, Fault, JobPace, Locations, prepare_scene
 from runner.chaos.verdict import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Result
 from runner.journal.events import Entry
@@ -37,30 +38,32 @@ class Campaign:
     def __init__(
         self,
         folder: Path,
-        options: Sequence[str],
+        job: JobUnderTest,
         *,
         locations: Locations,
         seed: int,
         faults: Sequence[Fault] = FAULTS,
         tolerance: float | None = None,
+        alone: bool = True,
         report: Callable[[str], None] = print,
     ) -> None:
         """Prepare a campaign.
 
         Args:
             folder: Holds the folders of all runs.
-            options: Options of `runner start` that describe the job.
+            job: Whose runs are disturbed.
             locations: Where the runs keep their checkpoints.
             seed: Of faults and moments.
             faults: The kinds of faults to inject.
             tolerance: Share of a tensor's norm by which results may differ; None for bit-identical.
+            alone: Whether this process has started nothing else; otherwise its runs do not end all that it has started.
             report: Receives progress, a line at a time.
         """
         self._folder, self._locations = folder, locations
-        self._options = [*options, *(part for setting in SETTINGS for part in ("--set", setting))]
+        self._job = job.with_settings(*SETTINGS)
         self._random = random.Random(seed)
         self._faults, self._tolerance, self._print = list(faults), tolerance, report
-        self._began = time.monotonic()
+        self._began, self._alone = time.monotonic(), alone
         self.result = Result()
 
     def run(self, num_faults: int, *, seconds: float | None = None, keep: bool = False) -> Result:
@@ -95,8 +98,10 @@ class Campaign:
         self, folder: Path, environment: dict[str, str], on_start: Callable[[int], None] = lambda pid: None
     ) -> RunUnderTest:
         folder.mkdir(parents=True, exist_ok=True)
-        command = runner_command(folder, *self._options, *self._locations.settings(folder))
-        return RunUnderTest(command, folder, environment, on_start)
+        command = self._job.command(folder, *self._locations.settings(folder))
+        return RunUnderTest(
+            command, folder, {**self._job.environment(folder), **environment}, on_start, alone=self._alone
+        )
 
     def _run_round(self, folder: Path, pace: JobPace, is_enough: Callable[[], bool]) -> bool:
         """Run the job under faults and compare it with the fault-free run; return whether it passed."""
@@ -108,7 +113,7 @@ class Campaign:
             finished = current.run(is_enough)
             result.violations += [f"run {number}: {text}" for text in current.violations]
             is_halved = current.is_halved
-            differences = self._compare(folder, is_halved=is_halved) if finished else ["the run did not finish"]
+            differences = self.compare(folder, is_halved=is_halved) if finished else ["the run did not finish"]
         if not differences:
             result.identical, result.close = result.identical + (not is_halved), result.close + is_halved
         how = f"passed (micro-batch halved, losses within {HALVED_TOLERANCE:.0%})" if is_halved else "passed"
@@ -137,15 +142,17 @@ class Campaign:
         self.report("the fault-free run")
         self._reference_folder = self._folder / "reference"
         run = summarise(self._run_fault_free(self._reference_folder))
-        if run.total_steps is None or not run.committed:
+        if not run.committed:
             raise CampaignFailed(
-                f"the job committed no checkpoint; see {self._reference_folder / 'output.log'}, and set "
-                "trainer.save_steps below the number of steps"
+                f"the job committed no checkpoint; see {self._reference_folder / 'output.log'}. A configured job needs "
+                "trainer.save_steps below its number of steps, a program of your own what `runner start` can protect"
             )
-        self.result.steps = run.total_steps
+        # What a program says of its number of steps may be unknown, or that of more than a rehearsal.
+        steps = max(run.committed)
+        self.result.steps = steps
         attempt = run.attempts[-1]
         trained_s = (attempt.last_step_at or 0.0) - (attempt.training_began or 0.0)
-        pace = JobPace(run.total_steps, max(trained_s / max(run.total_steps, 1), 1e-3))
+        pace = JobPace(steps, max(trained_s / max(steps, 1), 1e-3))
         self.report(f"{pace.steps} steps of {pace.step_s:.3f} s")
         return pace
 
@@ -161,30 +168,42 @@ class Campaign:
         return run.entries
 
     @functools.cached_property
-    def _is_deterministic(self) -> bool:
-        """Whether a second fault-free run ends bit-identical to the first one."""
+    def _unseeded(self) -> set[str]:
+        """Files of generators that nobody seeds: of a second fault-free run, only they differ from the first one.
+
+        If anything else differs, the result is nondeterministic from then on.
+        """
         self.report("results differ: repeating the fault-free run to see whether the job is deterministic")
         folder = self._folder / "reference-again"
         self._run_fault_free(folder)
         differences = self.differences(folder)
-        if differences:
+        of_ranks = [text for text in differences if text.startswith(PER_RANK_PREFIXES)]
+        others = [text for text in differences if text not in of_ranks]
+        if others:
             self.result.nondeterministic = True
             self.report(
-                f"the job is nondeterministic: two fault-free runs differ ({differences[0]}). From now on results are "
-                f"compared within {NONDETERMINISTIC_TOLERANCE:g} of each tensor's norm; try --deterministic"
+                f"the job is nondeterministic: two fault-free runs differ ({others[0]}). From now on results are "
+                f"compared within {NONDETERMINISTIC_TOLERANCE:g} of each tensor's norm; try deterministic algorithms "
+                "(--deterministic for a configured job)"
             )
-        return not differences
+        names = {_file_of(text) for text in of_ranks}
+        if names:
+            self.report(f"two fault-free runs differ in generators that nobody seeds: {', '.join(sorted(names))}")
+        return names
 
-    def _compare(self, folder: Path, *, is_halved: bool) -> list[str]:
+    def compare(self, folder: Path, *, is_halved: bool = False) -> list[str]:
         """Return what differs between the last checkpoints of a run and of the fault-free run."""
-        is_relaxed = self.result.nondeterministic and self._tolerance is None
-        tolerance = NONDETERMINISTIC_TOLERANCE if is_relaxed else self._tolerance
         if is_halved:
             return self.differences(folder, losses=HALVED_TOLERANCE)
+        is_relaxed = self.result.nondeterministic and self._tolerance is None
+        tolerance = NONDETERMINISTIC_TOLERANCE if is_relaxed else self._tolerance
         differences = self.differences(folder, tolerance=tolerance)
-        if differences and tolerance is None and not self._is_deterministic:
-            return self.differences(folder, tolerance=NONDETERMINISTIC_TOLERANCE)
-        return differences
+        if not differences or self._tolerance is not None:
+            return differences
+        unseeded = self._unseeded
+        if self.result.nondeterministic and not is_relaxed:
+            differences = self.differences(folder, tolerance=NONDETERMINISTIC_TOLERANCE)
+        return [text for text in differences if _file_of(text) not in unseeded]
 
     def differences(self, folder: Path, *flags: str, **options: float | None) -> list[str]:
         """Return what differs between the last checkpoints of the fault-free run and of the one in `folder`.
@@ -199,3 +218,8 @@ class Campaign:
         if done.returncode != 0:
             return [f"the comparison failed: {done.stderr[-1000:]}"]
         return list(json.loads(done.stdout))
+
+
+def _file_of(difference: str) -> str:
+    """Return the name of the file that a difference of two checkpoints is about."""
+    return difference.split()[0].rstrip(":")

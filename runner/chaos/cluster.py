@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from checkpointing.agent.events import Committed, Log
+from checkpointing.agent.events import Committed, Log, SnapshotTaken
 from checkpointing.commit.tiers import Tiers
 from runner.chaos.network import Network, address_of, inside
-from runner.chaos.run_under_test import POLL_S, RunUnderTest, runner_command
+from runner.chaos.run_under_test import POLL_S, JobUnderTest, RunUnderTest
 from runner.chaos.sandbox import Clock, made_or_why_not
 from runner.errors import ExitCode
 from runner.journal.events import Entry
@@ -30,18 +30,19 @@ _FINISH_S = 120.0
 class ClusterNode:
     """One node: its rank, its runner and journal, and its wall clock, or why it has none of its own."""
 
-    def __init__(self, rank: int, folder: Path, options: Sequence[str], network: Network | None) -> None:
-        """Prepare; nothing is started. `folder` is its disk; `options` are equal on all nodes."""
+    def __init__(self, rank: int, folder: Path, job: JobUnderTest, network: Network | None) -> None:
+        """Prepare; nothing is started. `folder` is its disk; the job is equal on all nodes."""
         self.rank, self._folder = rank, folder
         address = address_of(rank) if network is not None else f"127.0.0.{rank + 1}"
         first = address_of(0) if network is not None else "127.0.0.1"
         own = ["--node-rank", str(rank), "--rdzv-endpoint", f"{first}:{PORT}", "--local-addr", address]
         own += ["--set", f"launch.peer_bind={address}"]
-        command = runner_command(folder, *options, *own)
+        command = job.command(folder, *own)
         self._command = inside(rank, command) if network is not None else command
         self.clock = made_or_why_not(lambda: Clock(folder.with_name(f"{folder.name}-clock")))
         device = "eth0" if network is not None else "lo"
-        self._environment = {"GLOO_SOCKET_IFNAME": device, "NCCL_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"}
+        own_network = {"GLOO_SOCKET_IFNAME": device, "NCCL_SOCKET_IFNAME": device}
+        self._environment = {**job.environment(folder), **own_network, "OMP_NUM_THREADS": "1"}
         if isinstance(self.clock, Clock):
             self._environment |= self.clock.environment
         self._outputs = folder.with_name(f"{folder.name}-output")
@@ -104,7 +105,7 @@ class Cluster:
     def __init__(
         self,
         folder: Path,
-        options: Sequence[str],
+        job: JobUnderTest,
         tiers: Tiers,
         num_nodes: int,
         network: Network | None,
@@ -116,8 +117,8 @@ class Cluster:
         Without a network, the nodes are processes of this machine.
         """
         self.network, self.tiers = network, tiers
-        options = [*options, "--nnodes", f"{fewest}:{num_nodes}", "--nproc-per-node", "1"]
-        self.nodes = [ClusterNode(rank, folder / f"machine-{rank}", options, network) for rank in range(num_nodes)]
+        job = job.with_options("--nnodes", f"{fewest}:{num_nodes}", "--nproc-per-node", "1")
+        self.nodes = [ClusterNode(rank, folder / f"machine-{rank}", job, network) for rank in range(num_nodes)]
         self._past: list[Entry] = []
 
     def __enter__(self) -> Cluster:
@@ -163,8 +164,8 @@ class Cluster:
         return sorted([*self._past, *own], key=lambda entry: entry.time)
 
     def step(self) -> int:
-        """Return the newest logged step."""
-        return max((entry.event.step_of_run for entry in self.entries() if isinstance(entry.event, Log)), default=0)
+        """Return the newest step that was logged or captured."""
+        return max((step for entry in self.entries() if (step := _step_of(entry)) is not None), default=0)
 
     def acknowledged(self) -> int:
         """Return the newest step that a leader recorded as committed; -1 if there is none."""
@@ -176,12 +177,12 @@ class Cluster:
         return any(node.exit_code == ExitCode.DONE for node in self.nodes)
 
     def wait_for_step(self, limit_s: float) -> bool:
-        """Wait for a step to be logged, or for the end of the run.
+        """Wait for a step to be logged or captured, or for the end of the run.
 
         Nodes are started again where all have ended, as schedulers do. Times of entries say nothing, as clocks jump.
         """
-        before = self._num_logs()
-        return self._wait(lambda: self.has_finished or self._num_logs() > before, limit_s)
+        before = self._num_steps()
+        return self._wait(lambda: self.has_finished or self._num_steps() > before, limit_s)
 
     def finish(self, limit_s: float) -> bool:
         """Wait for the end of the run, and of all its runners; return whether all ended well in time."""
@@ -214,8 +215,8 @@ class Cluster:
             if node.exit_code not in expected
         ]
 
-    def _num_logs(self) -> int:
-        return sum(isinstance(entry.event, Log) for entry in self.entries())
+    def _num_steps(self) -> int:
+        return sum(_step_of(entry) is not None for entry in self.entries())
 
     def _wait(self, done: Callable[[], bool], limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
@@ -226,3 +227,13 @@ class Cluster:
                 self.start(self.nodes)
             time.sleep(0.1)
         return True
+
+
+def _step_of(entry: Entry) -> int | None:
+    """Return the step that an entry shows to be made; a loop of the user's own need not log any."""
+    match entry.event:
+        case Log() as log:
+            return log.step_of_run
+        case SnapshotTaken() as taken:
+            return taken.step
+    return None

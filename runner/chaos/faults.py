@@ -169,7 +169,9 @@ def _if_divisible(fault: Callable[[Scene], str]) -> Callable[[Scene], str]:
 
     def inject(scene: Scene) -> str:
         shapes = scene.run.all(BatchShape)
-        if shapes and shapes[-1].micro_batch % 2:
+        if not shapes:
+            raise NotApplicable("the job has said of no micro-batch, which could be halved")
+        if shapes[-1].micro_batch % 2:
             raise NotApplicable(f"a micro-batch of {shapes[-1].micro_batch} cannot be halved")
         return fault(scene)
 

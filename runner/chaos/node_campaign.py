@@ -19,6 +19,7 @@ from runner.chaos.campaign import SETTINGS, Campaign
 from runner.chaos.cluster import Cluster
 from runner.chaos.network import Network, NoNetwork
 from runner.chaos.node_faults import NODE_FAULTS, FaultViolation, NodeFault
+from runner.chaos.run_under_test import JobUnderTest
 from runner.chaos.scene import JobPace, Locations, NotApplicable
 from runner.chaos.verdict import HALVED_TOLERANCE, Injection, Result
 from runner.config.schema import Config
@@ -44,7 +45,7 @@ class NodeCampaign:
     def __init__(
         self,
         folder: Path,
-        options: Sequence[str],
+        job: JobUnderTest,
         *,
         locations: Locations,
         num_nodes: int,
@@ -62,13 +63,13 @@ class NodeCampaign:
         number of nodes that train, is all of them: then no run changes its size.
         """
         self._folder, self._locations, self._num_nodes, self._fewest = folder, locations, num_nodes, fewest
-        settings = [part for setting in (*SETTINGS, *_QUICK) for part in ("--set", setting)]
-        self._options = [*options, *settings]
+        self._job = job.with_settings(*SETTINGS, *_QUICK)
         self._random, self._faults = random.Random(seed), list(faults)
         self._tolerance = HALVED_TOLERANCE if tolerance is None else tolerance
         self._exact = exact
-        ranks = [*options, "--nproc-per-node", str(num_nodes)]
-        self._calm = Campaign(folder, ranks, locations=locations, seed=seed, report=report)
+        as_many_ranks = job.with_options("--nproc-per-node", str(num_nodes))
+        # Next to the fault-free run there is a network, which must outlive it.
+        self._calm = Campaign(folder, as_many_ranks, locations=locations, seed=seed, alone=False, report=report)
         self.result = self._calm.result
         self.result.close_means = f"on a changing number of nodes and with losses within {self._tolerance:.2g}"
 
@@ -98,10 +99,10 @@ class NodeCampaign:
         """Run the job on nodes that come and go; return whether it passed."""
         result, number = self.result, self.result.runs + 1
         result.runs, before = number, len(self.result.all_violations)
-        options = [*self._options, *self._locations.settings(folder)]
+        job = self._job.with_options(*self._locations.settings(folder))
         finished = False
         tiers, number_of_nodes = self._locations.tiers(folder), self._num_nodes
-        with Cluster(folder, options, tiers, number_of_nodes, network, fewest=self._fewest) as cluster:
+        with Cluster(folder, job, tiers, number_of_nodes, network, fewest=self._fewest) as cluster:
             begun = cluster.wait_for_step(2 * RECOVERY_LIMIT_S)
             while begun and not is_enough() and not cluster.has_finished:
                 time.sleep(self._random.uniform(0, _PAUSE_S))
@@ -179,7 +180,7 @@ class NodeCampaign:
             self.result.identical += not found
             return found
         sizes = {entry.event.nnodes for entry in entries if isinstance(entry.event, AttemptStarted)}
-        differences = self._calm.differences(folder) if sizes == {self._num_nodes} else None
+        differences = self._calm.compare(folder) if sizes == {self._num_nodes} else None
         if differences == []:
             self.result.identical += 1
         if differences is None:

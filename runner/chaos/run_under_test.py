@@ -9,12 +9,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
 from checkpointing.agent.events import Event
+from checkpointing.host.environment import REHEARSAL_ENV
 from runner.config.load import CONFIG_VARIABLES
 from runner.journal.events import Entry, RankStarted, RunStarted
 from runner.journal.journal import JOURNAL_NAME, JournalReader
@@ -181,6 +183,40 @@ class RunUnderTest:
             time.sleep(POLL_S)
         processes.reap_strays({self.process.pid})
         return [_describe(process) for process in running]
+
+
+@dataclass(frozen=True)
+class JobUnderTest:
+    """What is run again and again, each time in a folder of its own.
+
+    Attributes:
+        options: Options of `runner start` that describe the job.
+        program: The user's own program, as it is typed after them; empty for the configured job.
+        length: Of a rehearsal, its steps and the steps between two saves; None for the whole job.
+    """
+
+    options: Sequence[str] = ()
+    program: Sequence[str] = ()
+    length: tuple[int, int] | None = None
+
+    def with_options(self, *options: str) -> JobUnderTest:
+        """Return the job with further options."""
+        return replace(self, options=(*self.options, *options))
+
+    def with_settings(self, *settings: str) -> JobUnderTest:
+        """Return the job with further settings, each as KEY=VALUE."""
+        return self.with_options(*(part for setting in settings for part in ("--set", setting)))
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Return what the environment of a run in a folder has more."""
+        if self.length is None:
+            return {}
+        steps, save_steps = self.length
+        return {REHEARSAL_ENV: f"{steps}:{save_steps}:{folder / 'program-output'}"}
+
+    def command(self, folder: Path, *options: str) -> list[str]:
+        """Return the command line of a run in a folder."""
+        return runner_command(folder, *self.options, *options, script=self.program)
 
 
 def runner_command(folder: Path, *options: str, script: Sequence[str] = ()) -> list[str]:

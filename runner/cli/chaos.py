@@ -12,12 +12,15 @@ from typing import Any
 
 import click
 
-from runner.cli.options import Number, config_options, load
+from runner.cli.options import Number, config_options, load_program, program_arguments
 from runner.errors import UsageError
 
+# Of a program: long enough for a fault between two saves, short enough for dozens of runs.
+_DEFAULT_STEPS = 100
+_SAVES = 10
 
-@click.command(context_settings={"allow_interspersed_args": True})
-@click.argument("config_file", required=False, metavar="[CONFIG]", type=click.Path())
+
+@click.command(context_settings={"allow_interspersed_args": False})
 @config_options
 @click.option(
     "--kills",
@@ -39,6 +42,12 @@ from runner.errors import UsageError
     "--fault", "faults", multiple=True, metavar="NAME", help="Kind of fault to inject; repeatable (default: all)."
 )
 @click.option("--list", "list_faults", is_flag=True, help="List the kinds of faults.")
+@click.option(
+    "--steps",
+    metavar="N",
+    type=click.IntRange(min=20),
+    help="Steps of each run of PROGRAM, the first ones of its training (default: 100).",
+)
 @click.option("--deterministic", is_flag=True, help="Enable deterministic algorithms (trainer.full_determinism).")
 @click.option(
     "--tolerance",
@@ -54,14 +63,15 @@ from runner.errors import UsageError
     type=click.Path(dir_okay=False, path_type=Path),
     help="JSON file to write the verdict to.",
 )
+@program_arguments
 def chaos(
-    config_file: str | None,
     kills: int,
     nodes: int | None,
     minutes: float | None,
     seed: int | None,
     faults: tuple[str, ...],
     list_faults: bool,
+    steps: int | None,
     deterministic: bool,
     tolerance: float | None,
     keep: bool,
@@ -70,9 +80,11 @@ def chaos(
 ) -> None:
     """Inject faults into a job and verify recovery.
 
-    The job of CONFIG (default: the bundled job) runs fault-free first, then again while processes are killed and
-    stopped, the run is preempted and its storage is damaged. The last checkpoints are compared bit for bit. The exit
-    code is 1 if anything was lost or differs.
+    The job (PROGRAM, that of --config, or the bundled one) runs fault-free first, then again while processes are killed
+    and stopped, the run is preempted and its storage is damaged. The last checkpoints are compared bit for bit. The
+    exit code is 1 if anything was lost or differs.
+
+    Of PROGRAM only the first steps are run, as by `runner rehearse`: nothing of yours is touched.
 
     With --nodes, machines lose power, are preempted, replaced and cut off, and dropout is off: its masks depend on the
     ranks. A run whose number of nodes has changed must take the same steps on the same samples, with losses that are
@@ -83,6 +95,7 @@ def chaos(
     from runner.chaos.faults import FAULTS
     from runner.chaos.node_campaign import NodeCampaign, without_dropout
     from runner.chaos.node_faults import NODE_FAULTS
+    from runner.chaos.run_under_test import JobUnderTest
     from runner.chaos.scene import Locations
     from runner.chaos.verdict import render, to_json
 
@@ -92,16 +105,14 @@ def chaos(
         return
     if unknown := set(faults) - set(names):
         raise UsageError(f"--fault {min(unknown)!r} is unknown; `runner chaos --list` shows all faults")
-    if config_file is not None and job["config_path"] is not None:
-        raise UsageError(f"CONFIG {config_file!r} and --config {job['config_path']!r} are both given; pass only one")
-    job["config_path"] = config_file or job["config_path"]
+    _check_options(job["program"], steps, deterministic=deterministic)
     if deterministic:
         job["settings"] = (*job["settings"], "trainer.full_determinism=true")
     seed = int.from_bytes(os.urandom(3), "big") if seed is None else seed
     fewest = _fewest_nodes(nodes, job)
     # The folder is the campaign's: each run in it has one of its own.
     output_dir, job["output_dir"] = job["output_dir"], None
-    config = load(job)
+    program, config = load_program(job)
     config.make_absolute()
     is_exact = config.elastic.mode == "exact"
     if nodes is not None and not is_exact:
@@ -110,11 +121,14 @@ def chaos(
     (folder / "job.yaml").write_text(config.to_yaml())
     click.echo(f"runner chaos: seed {seed}, in {folder}")
     options, locations = ["--config", str(folder / "job.yaml")], Locations(config, folder.name)
+    under_test = JobUnderTest(options)
+    if program is not None:
+        under_test = JobUnderTest(options, program.from_anywhere().as_typed, _length(steps or _DEFAULT_STEPS))
     campaign: Campaign | NodeCampaign
     if nodes is None:
         campaign = Campaign(
             folder,
-            options,
+            under_test,
             locations=locations,
             seed=seed,
             faults=[fault for fault in FAULTS if not faults or fault.name in faults],
@@ -124,7 +138,7 @@ def chaos(
     else:
         campaign = NodeCampaign(
             folder,
-            options,
+            under_test,
             locations=locations,
             num_nodes=nodes,
             seed=seed,
@@ -145,6 +159,17 @@ def chaos(
             f"runner chaos: FAILED: see the folders of the runs in {folder}; --seed {seed} draws the same faults again"
         )
         sys.exit(1)
+
+
+def _check_options(program: str | None, steps: int | None, *, deterministic: bool) -> None:
+    if program is None and steps is not None:
+        raise UsageError("--steps is for a PROGRAM; a configured job takes --set trainer.max_steps=N")
+    if program is not None and deterministic:
+        raise UsageError("--deterministic is for a configured job; a PROGRAM sets its own algorithms")
+
+
+def _length(steps: int) -> tuple[int, int]:
+    return steps, max(steps // _SAVES, 1)
 
 
 def _new_folder(name: str) -> Path:

@@ -48,6 +48,7 @@ def rehearse(
 
     The exit code is 0 if the job is safe, and 78 if a resumed run is another run, or the job fails by itself.
     """
+    from runner.chaos.run_under_test import JobUnderTest
     from runner.rehearse.disturbed_runs import MOMENTS, RehearsedJob
     from runner.rehearse.page import render, to_json
     from runner.system import processes
@@ -66,8 +67,7 @@ def rehearse(
 
     job = RehearsedJob(
         folder,
-        ["--config", str(folder / "job.yaml")],
-        _as_typed(program),
+        JobUnderTest(["--config", str(folder / "job.yaml")], program.as_typed if program is not None else ()),
         steps=steps,
         limit_s=limit * 60,
         report=report,
@@ -81,10 +81,3 @@ def rehearse(
     else:
         report(f"the folders of all runs are in {folder}")
     sys.exit(int(ExitCode.DONE if findings.is_safe else ExitCode.DETERMINISTIC))
-
-
-def _as_typed(program: Any) -> list[str]:
-    """Return the arguments of `runner start` that name a program."""
-    if program is None:
-        return []
-    return [*(["-m"] if program.kind == "module" else []), program.name, *program.args]

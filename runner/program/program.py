@@ -60,6 +60,11 @@ class Program:
         """Return the program with a path that any working directory finds."""
         return self if self.kind == "module" else replace(self, name=os.path.abspath(self.name))  # noqa: PTH100
 
+    @property
+    def as_typed(self) -> list[str]:
+        """The arguments of `runner start` that name the program."""
+        return [*(["-m"] if self.kind == "module" else []), self.name, *self.args]
+
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` parses."""
         return asdict(self)
@@ -96,6 +101,8 @@ def find_program(
     if _PYTHON.fullmatch(Path(word).name) and Path(word).suffix != ".py":
         return _after_python(args)
     path = Path(word)
+    if path.suffix in (".yaml", ".yml"):
+        raise UsageError(f"{word!r} is no program; a configuration file is passed as --config {word}")
     if path.is_file() and _is_installed(path):
         return _command(word, path, args)
     if path.is_file() and not command:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpointing.agent.events import Committed, Event, SnapshotCost, StepsRepeated, TrainingStarted
@@ -18,9 +18,8 @@ from checkpointing.commit.catalog import read_file
 from checkpointing.commit.tiers import open_tiers
 from checkpointing.format.layout import PER_RANK_PREFIXES, step_record_name
 from checkpointing.format.step_record import FIELDS, GENERATORS, first_difference
-from checkpointing.host.environment import REHEARSAL_ENV
 from checkpointing.host.failpoints import FAILPOINTS_ENV, ONCE_ENV
-from runner.chaos.run_under_test import RunUnderTest, runner_command
+from runner.chaos.run_under_test import JobUnderTest, RunUnderTest
 from runner.errors import ExitCode, RunnerError
 
 # Waiting before a restart is not what is rehearsed. What differs is compared here, so that nothing ends early.
@@ -129,8 +128,7 @@ class RehearsedJob:
 
     Args:
         folder: Holds the folders of all runs.
-        options: Options of `runner start` that describe the job.
-        script: The script and its arguments.
+        job: Whose runs are compared.
         steps: Steps of each run.
         limit_s: Seconds that a run may take.
         report: Takes progress, a line at a time.
@@ -139,16 +137,16 @@ class RehearsedJob:
     def __init__(
         self,
         folder: Path,
-        options: Sequence[str],
-        script: Sequence[str],
+        job: JobUnderTest,
         *,
         steps: int,
         limit_s: float,
         report: Callable[[str], None],
     ) -> None:
-        self._folder, self._options, self._script = folder, list(options), list(script)
+        self._folder = folder
         self._steps, self._limit_s, self._print = steps, limit_s, report
         self._save_steps = max(steps // 3, 1)
+        self._job = replace(job, length=(steps, self._save_steps))
         self.findings = Findings()
         # Generators that the script does not seed, by their names in a record.
         self._unseeded = set[str]()
@@ -174,17 +172,15 @@ class RehearsedJob:
         folder = self._folder / name.replace(" ", "-").replace("'", "")
         fired = folder / "fired"
         fired.mkdir(parents=True)
-        environment = {REHEARSAL_ENV: f"{self._steps}:{self._save_steps}"}
+        environment = self._job.environment(folder)
         if moment is not None:
             # Snapshots are of even steps: so one step at least is recorded after the newest, and repeated.
             middle = (self._steps - self._save_steps + 2) // 2 * 2
             armed = moment.failpoints.format(early=self._save_steps + 1, middle=middle)
             environment |= {FAILPOINTS_ENV: armed, ONCE_ENV: str(fired)}
-        settings = [f"checkpoint.location={folder / 'checkpoints'}", *_SETTINGS]
-        options = [*self._options, *(part for setting in settings for part in ("--set", setting))]
-        command = runner_command(folder, *options, script=self._script)
+        job = self._job.with_settings(f"checkpoint.location={folder / 'checkpoints'}", *_SETTINGS)
         outcome, began = Rehearsed(name), time.monotonic()
-        with RunUnderTest(command, folder, environment, alone=False) as run:
+        with RunUnderTest(job.command(folder), folder, environment, alone=False) as run:
             self._await_end(run, outcome, fired if moment is not None and moment.is_stop else None)
             run.refresh()
             self._take(run, outcome)

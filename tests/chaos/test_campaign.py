@@ -83,6 +83,19 @@ def test_two_faults_of_a_short_job_lose_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
 
+def test_a_program_of_the_users_own_is_disturbed_and_nothing_of_theirs_is_touched(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "docs/examples/hf_trainer.py"
+    (tmp_path / "train.py").write_bytes(script.read_bytes())
+    names = [part for name in ("rank killed", "preempted") for part in ("--fault", name)]
+    options = ["--nproc-per-node", "2", "--steps", "30", "--kills", "2", "--seed", "7", "--output-dir", "chaos"]
+    command = [*RUNNER, "chaos", *options, *PATIENT, *names, "train.py", "own-folder"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "runs of 30 steps" in done.stdout and "bit-identical to the fault-free run" in done.stdout.splitlines()[-1]
+    # The folder is made by the Trainer's constructor; nothing is written to it.
+    assert not list((tmp_path / "own-folder").iterdir())
+
+
 @pytest.mark.soak
 def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Path) -> None:
     """Dropout then falls otherwise after each restart from a checkpoint: the bits differ, and nothing else does."""

@@ -19,6 +19,7 @@ from infra.parts import require
 from checkpointing.commit.tiers import open_tiers
 from runner.chaos.cluster import Cluster
 from runner.chaos.network import Network
+from runner.chaos.run_under_test import JobUnderTest
 from runner.journal.events import AttemptStarted
 
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "5"))
@@ -50,7 +51,7 @@ def test_a_loaded_machine_gives_no_false_alarm(wire: Network, tmp_path: Path) ->
     options = ["--set", f"checkpoint.location={location}", "--set", "trainer.max_steps=1000000"]
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        with Cluster(tmp_path, options, open_tiers(str(location), None), 3, wire) as cluster:
+        with Cluster(tmp_path, JobUnderTest(options), open_tiers(str(location), None), 3, wire) as cluster:
             assert cluster.wait_for_step(300)
             until, first = time.monotonic() + 60 * MINUTES, cluster.step()
             while time.monotonic() < until:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from integration.support import RUNNER
 
+from checkpointing.commit.tiers import open_tiers
+from checkpointing.host.environment import REHEARSAL_ENV
+from runner.chaos.run_under_test import JobUnderTest
 from runner.rehearse.disturbed_runs import MOMENTS, Findings, RehearsalFailed, RehearsedJob
 
 LOOP = """
@@ -39,8 +44,8 @@ open("after-training", "w")
 def rehearse(folder: Path, *arguments: str, moments: tuple[str, ...]) -> tuple[Findings, list[str]]:
     script, lines = folder / "train.py", list[str]()
     script.write_text(LOOP)
-    options = ["--nproc-per-node", "1"]
-    job = RehearsedJob(folder / "runs", options, [str(script), *arguments], steps=9, limit_s=300, report=lines.append)
+    options, program = ["--nproc-per-node", "1"], [str(script), *arguments]
+    job = RehearsedJob(folder / "runs", JobUnderTest(options, program), steps=9, limit_s=300, report=lines.append)
     return job.rehearse([moment for moment in MOMENTS if moment.name in moments]), lines
 
 
@@ -65,6 +70,16 @@ def test_a_sound_script_is_safe_and_nothing_of_the_users_is_touched(tmp_path: Pa
     assert [name for name, was in reached.items() if not was] == ["killed while it evaluates"]
     assert found["save_steps"] >= 1 and found["grace_s"] >= 15
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_an_attempt_that_resumes_at_the_last_step_makes_no_further_one(tmp_path: Path) -> None:
+    """A rank killed between its last step and its end left one step more: found by `runner chaos --nodes 2`."""
+    (tmp_path / "train.py").write_text(LOOP)
+    environment = {**os.environ, REHEARSAL_ENV: f"6:3:{tmp_path / 'output'}"}
+    for _ in range(2):
+        subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)
+        steps = open_tiers(str(tmp_path / "mine"), None).catalog.committed_steps()
+        assert steps[-1] == 6 and not (tmp_path / "after-training").exists()
 
 
 def test_a_script_that_fails_by_itself_is_no_matter_for_a_rehearsal(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from helpers.small_checkpoint import point
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +28,9 @@ from checkpointing.transformers.job_shape import (
     cut_micro_batches,
     fit_layout,
     job_of,
+    lone_copies,
 )
+from runner.session.admission import check_shares
 
 
 class OwnTrainer(Trainer):
@@ -152,6 +155,19 @@ def test_a_supervisor_learns_which_ranks_share() -> None:
     own = rank_of(0, 4, loaded=2)
     own._train_batch_size, own.args.gradient_accumulation_steps = 3, 5
     assert batch_shape(own, 30) == BatchShape(micro_batch=3, accumulation=5, samples=30, model_ranks=2)
+
+
+def test_ranks_that_the_trainer_has_not_found_compute_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = rank_of(0, 1)
+    alone._train_batch_size, alone.args.gradient_accumulation_steps = 8, 1
+    assert lone_copies(alone) == 1
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    assert lone_copies(alone) == 3 and lone_copies(rank_of(0, 3)) == 1
+    shape = batch_shape(alone, None)
+    assert shape.model_ranks == 3
+    # A step of 8 samples is no division among three: a later start with as many ranks goes on.
+    check_shares(8, 3, model_ranks=shape.model_ranks)
 
 
 # -- whose loss gives each token the same weight on every rank, and what has no weight at all --------------------------

@@ -32,7 +32,7 @@ def shortened(tmp_path: Path, data: Any = ROWS, evaluated: Any = None, **argumen
     handler = SimpleNamespace(callbacks=list(callbacks))
     trainer = SimpleNamespace(args=args, callback_handler=handler, train_dataset=data, eval_dataset=evaluated)
     trainer.remove_callback = handler.callbacks.remove
-    shorten(trainer, Rehearsal(12, 4))
+    shorten(trainer, Rehearsal(12, 4, str(tmp_path / "output")))
     return trainer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from helpers.journals import entry
 
 from runner.chaos.campaign import Campaign
-from runner.chaos.run_under_test import RunUnderTest
+from runner.chaos.node_campaign import NodeCampaign
+from runner.chaos.run_under_test import JobUnderTest, RunUnderTest
 from runner.chaos.scene import CampaignFailed, JobPace, Locations
 from runner.chaos.verdict import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Injection
 from runner.config.schema import Config
@@ -61,12 +63,15 @@ class Scripted(Campaign):
     """
 
     def __init__(self, folder: Path, *, code: int = 0, entries: list[Entry] | None = None, **options: Any) -> None:
-        super().__init__(folder, [], locations=Locations(Config(), "x"), seed=1, report=self._note, **options)
+        super().__init__(
+            folder, JobUnderTest(), locations=Locations(Config(), "x"), seed=1, report=self._note, **options
+        )
         self.lines: list[str] = []
         self._code, self._entries = code, WHOLE_RUN if entries is None else entries
         self.rounds: list[tuple[int, bool]] = []
         self.during_round: Callable[[], None] = lambda: None
         self.differing: dict[str, float] = {}
+        self.unseeded = list[str]()
         self.comparisons: list[tuple[str, dict[str, float | None]]] = []
         self.removed: list[str] = []
         locations: Any = self._locations
@@ -91,7 +96,8 @@ class Scripted(Campaign):
     def differences(self, folder: Path, *flags: str, **options: float | None) -> list[str]:
         self.comparisons.append((folder.name, options))
         needed = self.differing.get(folder.name, 0.0)
-        return ["weight differs"] if (options.get("tolerance") or 0.0) < needed else []
+        found = ["weight differs"] if (options.get("tolerance") or 0.0) < needed else []
+        return [*found, *self.unseeded]
 
 
 @pytest.fixture(autouse=True)
@@ -144,13 +150,19 @@ def test_a_job_that_fails_without_faults_is_no_subject(tmp_path: Path) -> None:
         Scripted(tmp_path, code=78).run(5)
 
 
+@pytest.mark.parametrize("said", [{}, {"total_steps": 500}])
+def test_what_a_program_says_of_its_length_does_not_count(said: dict[str, int], tmp_path: Path) -> None:
+    entries = [*WHOLE_RUN[:2], entry(10.0, "training_started", 1, step=0, **said), *WHOLE_RUN[3:]]
+    assert Scripted(tmp_path, entries=entries).run_reference().steps == 20
+
+
 def test_a_job_that_commits_nothing_is_no_subject(tmp_path: Path) -> None:
-    with pytest.raises(CampaignFailed, match=r"committed no checkpoint.*set trainer\.save_steps below"):
+    with pytest.raises(CampaignFailed, match=r"committed no checkpoint.*needs trainer\.save_steps below"):
         Scripted(tmp_path, entries=WHOLE_RUN[:-1]).run(5)
 
 
 def compare(campaign: Scripted, *, is_halved: bool = False) -> list[str]:
-    return campaign._compare(campaign._folder / "run-1", is_halved=is_halved)
+    return campaign.compare(campaign._folder / "run-1", is_halved=is_halved)
 
 
 def test_results_are_compared_bit_for_bit(tmp_path: Path) -> None:
@@ -172,12 +184,24 @@ def test_a_job_that_is_nondeterministic_by_itself_is_compared_within_a_tolerance
     campaign = Scripted(tmp_path)
     campaign.differing = {"run-1": 1e-6, "reference-again": 1e-6}
     assert compare(campaign) == [] and campaign.result.nondeterministic
-    assert any("try --deterministic" in line for line in campaign.lines)
+    assert any("--deterministic for a configured job" in line for line in campaign.lines)
     campaign.comparisons.clear()
     assert compare(campaign) == []
     assert campaign.comparisons == [("run-1", {"tolerance": NONDETERMINISTIC_TOLERANCE})]
     campaign.differing["run-1"] = 1.0
     assert compare(campaign) == ["weight differs"]
+
+
+def test_generators_that_nobody_seeds_are_left_out_and_everything_else_is_compared(tmp_path: Path) -> None:
+    campaign = Scripted(tmp_path)
+    campaign.unseeded = ["rng_state_0.pth: the generators' states differ", "data_state_0.pth: 0.start: 1 and 2"]
+    assert compare(campaign) == [] and not campaign.result.nondeterministic
+    assert any("nobody seeds: data_state_0.pth, rng_state_0.pth" in line for line in campaign.lines)
+    campaign.differing = {"run-1": 1e-6}
+    assert compare(campaign) == ["weight differs"]
+    # What is more than in two fault-free runs is a difference of the run.
+    campaign.unseeded.append("rng_state_1.pth: the generators' states differ")
+    assert compare(campaign) == ["weight differs", campaign.unseeded[-1]]
 
 
 def test_a_tolerance_of_the_user_is_the_only_one(tmp_path: Path) -> None:
@@ -194,11 +218,22 @@ def test_a_halved_micro_batch_is_judged_by_the_losses(tmp_path: Path) -> None:
 
 
 def test_neither_budget_nor_backoff_ends_a_run(tmp_path: Path) -> None:
-    options = Campaign(tmp_path, ["--debug"], locations=Locations(Config(), "x"), seed=1)._options
-    assert options[0] == "--debug" and options[1::2] == ["--set"] * 3
+    options = Campaign(tmp_path, JobUnderTest(["--debug"]), locations=Locations(Config(), "x"), seed=1)._job.options
+    assert options[0] == "--debug" and options[1::2] == ("--set",) * 3
     assert options[2] == "restart.max_restarts=1000000"
 
 
 def test_a_seed_draws_the_same_again(tmp_path: Path) -> None:
     draws = [Scripted(tmp_path)._random.random() for _ in range(2)]
     assert draws == [random.Random(1).random()] * 2
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_run_beside_other_processes_does_not_end_them(alone: bool, tmp_path: Path) -> None:
+    """A second fault-free run of a campaign of nodes ended their network with it: node 1 never met node 0."""
+    locations = Locations(Config(), "x")
+    run = Campaign(tmp_path, JobUnderTest(), locations=locations, seed=1, alone=alone)._make_run(tmp_path / "run", {})
+    with contextlib.closing(run):
+        assert run._alone is alone
+    nodes = NodeCampaign(tmp_path, JobUnderTest(), locations=locations, num_nodes=2, seed=1)
+    assert not nodes._calm._alone

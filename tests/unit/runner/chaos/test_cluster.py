@@ -14,13 +14,14 @@ import pytest
 
 from checkpointing.commit.tiers import open_tiers
 from runner.chaos.cluster import Cluster
+from runner.chaos.run_under_test import JobUnderTest
 from runner.lease.lease import LeaseRecord, take
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Any:
     tiers = open_tiers(str(tmp_path / "volume"), None)
-    made = Cluster(tmp_path, ["--set", f"checkpoint.location={tmp_path}/volume"], tiers, 3, None)
+    made = Cluster(tmp_path, JobUnderTest().with_settings(f"checkpoint.location={tmp_path}/volume"), tiers, 3, None)
     yield made
     for node in made.nodes:
         node.run.close()

@@ -20,7 +20,6 @@ from checkpointing.errors import InvalidCheckpoint
 from checkpointing.host import failpoints
 from runner.chaos.faults import DAMAGES, FAULTS, NETWORK
 from runner.chaos.scene import Effect, FailpointFile, NotApplicable, Scene
-from runner.journal.events import Entry
 
 
 class Process:
@@ -50,7 +49,7 @@ class Run:
     def __init__(self) -> None:
         self.process, self.helpers = Process(7), dict[str, Process]()
         self.ranks: dict[int, Process] = {}
-        self.entries: list[Entry] = []
+        self.entries = [entry(1.0, "batch_shape", 1, micro_batch=4, accumulation=1)]
         self.waits: list[float] = []
         self.during: Callable[[], None] = lambda: None
 
@@ -200,6 +199,13 @@ def test_a_micro_batch_that_cannot_be_halved(micro_batch: int, stage: Stage) -> 
         stage.run.entries.append(entry(1.0, "batch_shape", number + 1, micro_batch=size, accumulation=1))
     for name in ("out of memory", "no memory left"):
         with pytest.raises(NotApplicable, match=f"a micro-batch of {micro_batch} cannot be halved"):
+            stage.inject(name)
+
+
+def test_a_job_that_says_of_no_micro_batch_is_not_halved(stage: Stage) -> None:
+    stage.run.entries.clear()
+    for name in ("out of memory", "no memory left"):
+        with pytest.raises(NotApplicable, match="has said of no micro-batch"):
             stage.inject(name)
 
 

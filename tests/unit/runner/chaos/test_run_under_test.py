@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from helpers.journals import event
 
 from checkpointing.agent.events import Log
+from checkpointing.host.environment import REHEARSAL_ENV
 from runner.chaos import run_under_test as module
-from runner.chaos.run_under_test import MARK_ENV, RunUnderTest, runner_command
+from runner.chaos.run_under_test import MARK_ENV, JobUnderTest, RunUnderTest, runner_command
 from runner.journal.events import RankStarted
 from runner.journal.journal import JOURNAL_NAME, Journal
 
@@ -135,6 +137,12 @@ def test_what_is_left_is_described_after_a_while(run: Subject, monkeypatch: pyte
 
 
 def test_the_command_is_the_one_of_this_environment() -> None:
+    job = JobUnderTest(["--debug"], ["-m", "own.job", "--x"]).with_settings("a=1", "b=2").with_options("--cold")
+    expected = ["start", "--output-dir", "/run", "--debug", "--set", "a=1", "--set", "b=2", "--cold", "--last"]
+    assert job.command(Path("/run"), "--last")[1:] == [*expected, "-m", "own.job", "--x"]
+    assert job.environment(Path("/run")) == {}
+    short = replace(job, length=(20, 4)).environment(Path("/run"))
+    assert short == {REHEARSAL_ENV: "20:4:/run/program-output"}
     command = runner_command(Path("/run"), "--debug", script=["train.py", "--x"])
     assert command[0] == str(Path(sys.executable).with_name("runner"))
     assert command[1:] == ["start", "--output-dir", "/run", "--debug", "train.py", "--x"]

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from runner.chaos import campaign as campaign_module
 from runner.chaos import node_campaign as node_campaign_module
 from runner.chaos.faults import FAULTS
+from runner.chaos.run_under_test import JobUnderTest
 from runner.chaos.verdict import Result as Verdict
 from runner.cli.chaos import chaos
 from runner.errors import UsageError
@@ -26,8 +27,8 @@ class Campaigns(list[dict[str, Any]]):
         super().__init__()
         self.verdict = Verdict(runs=1, identical=1)
 
-    def __call__(self, folder: Path, options: list[str], **details: Any) -> Campaigns:
-        self.append({"folder": folder, "options": options, **details})
+    def __call__(self, folder: Path, job: JobUnderTest, **details: Any) -> Campaigns:
+        self.append({"folder": folder, "job": job, **details})
         return self
 
     def run(self, num_faults: int, *, seconds: float | None, keep: bool) -> Verdict:
@@ -59,7 +60,7 @@ def test_a_campaign_by_default(campaigns: Campaigns) -> None:
     [asked] = campaigns
     assert (asked["num_faults"], asked["seconds"], asked["keep"], asked["tolerance"]) == (20, None, False, None)
     assert [fault.name for fault in asked["faults"]] == [fault.name for fault in FAULTS]
-    assert asked["options"] == ["--config", str(asked["folder"] / "job.yaml")]
+    assert asked["job"] == JobUnderTest(["--config", str(asked["folder"] / "job.yaml")])
     assert f"runner chaos: seed {asked['seed']}, in {asked['folder']}" in result.output
     assert asked["folder"].name.endswith(f"-seed-{asked['seed']}")
 
@@ -91,6 +92,18 @@ def test_options_reach_the_campaign(campaigns: Campaigns, tmp_path: Path) -> Non
     assert [fault.name for fault in asked["faults"]] == ["rank killed", "agent killed"]
 
 
+def test_of_a_program_the_first_steps_are_run(campaigns: Campaigns, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert run("--nproc-per-node", "3", "train.py", "--lr", "1").exit_code == 0
+    assert run("--steps", "40", "--output-dir", "b", "-m", "json.tool", "--help").exit_code == 0
+    script, module = (asked["job"] for asked in campaigns)
+    assert script.program == [str(tmp_path / "train.py"), "--lr", "1"]
+    assert script.length == (100, 10)
+    assert module.program == ["-m", "json.tool", "--help"] and module.length == (40, 4)
+    job = yaml.safe_load((campaigns[0]["folder"] / "job.yaml").read_text())
+    assert job["launch"]["nproc_per_node"] == 3
+
+
 @pytest.mark.parametrize(("flag", "expected"), [([], None), (["--deterministic"], True)])
 def test_the_job_is_written_for_the_runs(flag: list[str], expected: bool | None, campaigns: Campaigns) -> None:
     assert run(*flag, "--set", "trainer.max_steps=7").exit_code == 0
@@ -105,7 +118,9 @@ def test_kinds_of_faults_are_listed_and_nothing_is_run(campaigns: Campaigns) -> 
 
 def test_mistakes_are_found_before_anything_runs(campaigns: Campaigns, tmp_path: Path) -> None:
     assert "--fault 'rank kiled' is unknown" in refused("--fault", "rank kiled")
-    assert "pass only one" in refused("a.yaml", "--config", "b.yaml")
+    assert "a configuration file is passed as --config a.yaml" in refused("a.yaml")
+    assert "takes --set trainer.max_steps=N" in refused("--steps", "30")
+    assert "sets its own algorithms" in refused("--deterministic", "-m", "json.tool")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert f"--output-dir {tmp_path / 'full'} is not empty" in refused("--output-dir", "full")

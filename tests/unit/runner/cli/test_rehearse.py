@@ -10,6 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from runner.chaos.run_under_test import JobUnderTest
 from runner.cli.rehearse import rehearse
 from runner.errors import UsageError
 from runner.rehearse import disturbed_runs
@@ -22,8 +23,8 @@ class Jobs(list[dict[str, Any]]):
 
     difference = ""
 
-    def __call__(self, folder: Path, options: list[str], script: list[str], **details: Any) -> Jobs:
-        self.append({"folder": folder, "options": options, "script": script, **details})
+    def __call__(self, folder: Path, job: JobUnderTest, **details: Any) -> Jobs:
+        self.append({"folder": folder, "script": list(job.program), **details})
         return self
 
     def rehearse(self, moments: list[Any]) -> Findings:
