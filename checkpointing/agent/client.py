@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from checkpointing.errors import AgentDelayed, AgentUnavailable, StorageUnreacha
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import shard_rank
 from checkpointing.host.heartbeat import ControlPage
+from checkpointing.host.interpreter import module_command
 from checkpointing.host.shared_memory import SharedMemory
 from checkpointing.host.threads import is_readable
 
@@ -70,7 +70,7 @@ class AgentProcess:
         arguments += ["--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "checkpointing.agent", *arguments],
+                module_command("checkpointing.agent", *arguments),
                 pass_fds=(write_fd,),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

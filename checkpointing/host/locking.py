@@ -7,10 +7,12 @@ import os
 import socket
 from pathlib import Path
 
+from checkpointing.host.own_files import open_own
+
 
 def open_lock(path: Path) -> int:
-    """Return a descriptor of the lock file; raises OSError where it cannot be written."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Return a descriptor of the lock file; raises what `open_own` raises."""
+    return open_own(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 
 def try_lock(fd: int) -> bool:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from checkpointing.format.digest import chunks
+from checkpointing.host.own_files import ForeignLink, open_own
 
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 4 * 1024 * 1024
@@ -48,7 +49,9 @@ def _fsync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[], object] = lambda: None) -> None:
+def replace_file(
+    path: Path, data: bytes, temporary: Path, written: Callable[[], object] = lambda: None, *, private: bool = False
+) -> None:
     """Replace a small file durably; a crash, or a disk that refuses (OSError), leaves the old contents or the new ones.
 
     Args:
@@ -56,9 +59,10 @@ def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[],
         data: Its new contents.
         temporary: Another name in the same directory that no other writer uses.
         written: Called when the new contents are durable under that name.
+        private: Whether nobody else is to read it; see `own_files`.
     """
     try:
-        _write_small(temporary, data)
+        _write_small(temporary, data, private=private)
         written()
         temporary.rename(path)
     except OSError:
@@ -67,7 +71,7 @@ def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[],
     fsync_directory(path.parent)
 
 
-def create_file(path: Path, data: bytes, temporary: Path) -> bool:
+def create_file(path: Path, data: bytes, temporary: Path, *, private: bool = False) -> bool:
     """Create a small file durably, whole or not at all, unless there is one of that name.
 
     The name is given by link(2), which of several writers exactly one can do, also over NFS. `temporary` is another
@@ -80,7 +84,7 @@ def create_file(path: Path, data: bytes, temporary: Path) -> bool:
         OSError: The disk refused.
     """
     try:
-        _write_small(temporary, data)
+        _write_small(temporary, data, private=private)
         with contextlib.suppress(FileExistsError):
             path.hardlink_to(temporary)
     finally:
@@ -90,8 +94,15 @@ def create_file(path: Path, data: bytes, temporary: Path) -> bool:
     return path.read_bytes() == data
 
 
-def _write_small(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+def _write_small(path: Path, data: bytes, *, private: bool) -> None:
+    mode = None if private else 0o666
+    try:
+        descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, mode)
+    except ForeignLink:
+        path.unlink(missing_ok=True)
+        descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with open(descriptor, "wb") as file:  # noqa: PTH123 - of a descriptor
+        os.ftruncate(descriptor, 0)
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpointing.host.own_files import make_own_folder
 from checkpointing.storage.durable import create_file, replace_file
 from checkpointing.storage.fence import parse_number
 from checkpointing.storage.object_store import ObjectStore
@@ -102,12 +103,12 @@ class LocalSidecars(Sidecars):
     def write_restart_state(self, data: bytes) -> None:
         """Replace `.runner.json`."""
         path = self._restart_state
-        replace_file(path, data, path.with_name(f"{path.name}.{os.getpid()}.tmp"))
+        replace_file(path, data, path.with_name(f"{path.name}.{os.getpid()}.tmp"), private=True)
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a file durably."""
-        self._folder.mkdir(parents=self._may_create(), exist_ok=True)
-        replace_file(self._folder / name, data, self._folder / f".{name}.tmp")
+        make_own_folder(self._folder, parents=self._may_create())
+        replace_file(self._folder / name, data, self._folder / f".{name}.tmp", private=True)
 
     @property
     def decides(self) -> bool:
@@ -116,8 +117,9 @@ class LocalSidecars(Sidecars):
 
     def create(self, name: str, data: bytes) -> bool:
         """Link a file durably."""
-        self._folder.mkdir(parents=self._may_create(), exist_ok=True)
-        return create_file(self._folder / name, data, self._folder / f".{name}.{uuid.uuid4().hex}.tmp")
+        make_own_folder(self._folder, parents=self._may_create())
+        temporary = self._folder / f".{name}.{uuid.uuid4().hex}.tmp"
+        return create_file(self._folder / name, data, temporary, private=True)
 
     def remove(self, name: str) -> None:
         """Unlink a file."""

@@ -11,12 +11,12 @@ import functools
 import json
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointing.format.layout import PER_RANK_PREFIXES
+from checkpointing.host.interpreter import module_command
 from runner.chaos.faults import FAULTS
 from runner.chaos.round import Round
 from runner.chaos.run_under_test import JobUnderTest, RunUnderTest
@@ -212,7 +212,7 @@ class Campaign:
         """
         folders = (self._reference_folder, folder)
         pairs = [json.dumps([self._locations.location(f), self._locations.local_tier(f)]) for f in folders]
-        command = [sys.executable, "-m", "runner.chaos.compare", *pairs, *flags]
+        command = module_command("runner.chaos.compare", *pairs, *flags)
         command += [f"--{name}={value}" for name, value in options.items() if value is not None]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:

@@ -26,6 +26,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from checkpointing.host.interpreter import module_command
+
 # ioctl(2) of linux/if_tun.h: a TAP device without a header before each frame.
 _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
@@ -110,7 +112,7 @@ class Network:
             _ip("-n", name, "addr", "add", f"{address_of(number)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", "eth0", "up")
-        command = [sys.executable, "-m", "runner.chaos.network", *map(str, self._taps)]
+        command = module_command("runner.chaos.network", *map(str, self._taps))
         self._switch = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=self._taps, start_new_session=True)
 
     def _remove(self) -> None:

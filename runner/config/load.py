@@ -85,6 +85,9 @@ def load_config(
     for key, value, written in settings:
         overrides.append((key, value, written))
         sources[key] = f"command line {written}"
+    if "launch.nnodes" in sources:
+        # It says nothing more then; where PET_NPROC_PER_NODE is auto, Kubeflow's Training Operator counts pods in it.
+        overrides = [override for override in overrides if override[0] != "launch.world_size"]
     document: dict[str, Any] = {}
     if path is not None:
         document = _read_yaml(Path(path))

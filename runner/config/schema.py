@@ -214,7 +214,7 @@ class LaunchConfig(Section):
     node_rank: int = Field(default=0, ge=0)
     """Rank of this node, from 0. In a PyTorchJob the variable RANK sets it."""
     world_size: int | None = Field(default=None, ge=1, examples=[16])
-    """Number of ranks on all nodes (variable WORLD_SIZE). Determines `nnodes` if that is 1."""
+    """Number of ranks on all nodes (variable WORLD_SIZE). Determines `nnodes` if nobody has said that."""
     rdzv_endpoint: str | None = Field(default=None, examples=["node0:29500"])
     """Rendezvous endpoint of the nodes, host:port. Without it `master_addr`:`master_port`, or a free local port on one
     node. With `etcd-v2` that of the etcd server."""

@@ -8,12 +8,12 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpointing.host.interpreter import module_command
 from runner.config.schema import Config
 from runner.doctor.findings import Finding, fail, ok, warn
 
@@ -35,7 +35,7 @@ def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Findi
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
         endpoint, own = launch.rendezvous(nnodes)
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nnodes), "--nproc-per-node", str(nproc)),
+            *module_command("torch.distributed.run", "--nnodes", str(nnodes), "--nproc-per-node", str(nproc)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "runner-doctor"),
             *(["--local-addr", own] if own else []),
         ]
@@ -49,6 +49,8 @@ def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Findi
         # A scheduler may set RANK and the like for the runner; torchrun sets its own for the ranks.
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment.setdefault("OMP_NUM_THREADS", "1")
+        if "-P" in command:
+            environment["PYTHONSAFEPATH"] = "1"  # for what torchrun starts
         error = _run(command, environment, log, limit_s)
         if error is not None:
             yield fail("all-reduce", error, _NETWORK)

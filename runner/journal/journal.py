@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpointing.agent.events import Event
 from checkpointing.host.heartbeat import machine_clock
+from checkpointing.host.own_files import open_own
 from runner.journal.events import Entry, parse
 
 JOURNAL_NAME = "journal.jsonl"
@@ -53,7 +54,7 @@ class Journal:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         """Open the journal, creating it if it does not exist; OSError if the file cannot be written."""
         self._clock = clock
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._pending = b""
         self._reserved = 0
         self._reserve()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointing.host import locking
+from checkpointing.host.own_files import make_own_folder
 from checkpointing.storage.durable import fsync_directory, replace_file, write_file
 from runner.errors import RunBusy, UsageError, unusable
 from runner.journal.journal import JOURNAL_NAME
@@ -95,7 +96,7 @@ class RunDirectory:
     def create(self) -> None:
         """Create the folders; UsageError or StorageFailed if `output_dir` cannot be written."""
         try:
-            self.logs.mkdir(parents=True, exist_ok=True)
+            make_own_folder(self.logs, parents=True)
         except OSError as error:
             raise unusable(f"output_dir={str(self.root)!r} cannot be used: {error.strerror}", error) from None
 
@@ -148,7 +149,7 @@ class RunDirectory:
 
     def write_config(self, text: str) -> None:
         """Write the resolved configuration, for the ranks, the other commands, and the next start to compare with."""
-        replace_file(self.config, text.encode(), self.config.with_name(f".{self.config.name}.tmp"))
+        replace_file(self.config, text.encode(), self.config.with_name(f".{self.config.name}.tmp"), private=True)
 
     def remove_old_logs(self, attempt: int) -> None:
         """Remove the logs of attempts long before this one; there may be many, on a slow volume."""

@@ -7,11 +7,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import IO, Any
 
+from checkpointing.host.interpreter import module_command
 from runner.errors import GpuFaulty
 from runner.system.event_loop import EventLoop, StopRequest
 from runner.system.processes import Host
@@ -27,7 +27,7 @@ _NOT_OF_GPUS = re.compile(r"(ImportError|ModuleNotFoundError|OSError|MemoryError
 
 def start_check(output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start `python -m runner.doctor.health`."""
-    command = [sys.executable, "-m", "runner.doctor.health", str(os.getpid())]
+    command = module_command("runner.doctor.health", str(os.getpid()))
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
 from checkpointing.errors import AgentDelayed, AgentUnavailable, may_pass
 from checkpointing.host.heartbeat import ControlPage, Heartbeat
+from checkpointing.host.interpreter import module_command
 from runner.config.schema import Config
 from runner.errors import LaunchDelayed, LaunchError
 from runner.journal.run_directory import RunDirectory
@@ -139,7 +139,7 @@ class LauncherHelper(HelperProcess):
         arguments = [str(theirs.fileno()), str(log), str(temporary), str(os.getpid())]
         try:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "runner.launcher.launcher", *arguments],
+                module_command("runner.launcher.launcher", *arguments),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=environment,

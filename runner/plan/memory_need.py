@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from checkpointing.host.interpreter import module_command
 from runner.config.schema import Config, MeshConfig
 from runner.errors import UsageError
 
@@ -67,7 +67,7 @@ def examine_model(config: Config) -> ModelShape:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(config.to_yaml())
-        command = [sys.executable, "-m", "runner.training.measure_model", str(file)]
+        command = module_command("runner.training.measure_model", str(file))
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:

@@ -7,7 +7,6 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from checkpointing.commit.tiers import open_tiers
 from checkpointing.format.layout import PER_RANK_PREFIXES, step_record_name
 from checkpointing.format.step_record import FIELDS, GENERATORS, first_difference
 from checkpointing.host.failpoints import FAILPOINTS_ENV, ONCE_ENV
+from checkpointing.host.interpreter import module_command
 from runner.chaos.run_under_test import JobUnderTest, RunUnderTest
 from runner.errors import ExitCode, RunnerError
 
@@ -256,7 +256,7 @@ class RehearsedJob:
             outcome.difference = f"step {number} differs: {', '.join(differs)}"
             return
         locations = [json.dumps([str(one / "checkpoints"), None]) for one in (reference, folder)]
-        command = [sys.executable, "-m", "runner.chaos.compare", *locations]
+        command = module_command("runner.chaos.compare", *locations)
         done = subprocess.run(command, capture_output=True, text=True)
         differences = json.loads(done.stdout) if done.returncode == 0 else [done.stderr[-500:]]
         if self._unseeded:

@@ -25,6 +25,7 @@ from runner.config.schema import Config
 from runner.errors import UsageError
 from runner.program.nested_launchers import launcher_of, unnested
 from runner.program.program import Program
+from runner.session.masking import is_secret, masked
 
 RECORD_NAME = "job.json"
 _VERSION = 1
@@ -76,8 +77,6 @@ CHANGEABLE_ARGUMENTS = CHANGEABLE_OPTIONS | _names(
 )
 # Those of them that are flags: the next argument is not their value.
 _FLAGS = _names("overwrite_output_dir disable_tqdm verbose push_to_hub")
-# Values of these options are never recorded.
-_SECRET = re.compile(r"(?:hub|hf|access|auth|api|bearer)?_?token|(?:.*_)?(?:api_?key|password|secret|secret_key)")
 
 _WHOLE_BYTES = 256 * 1024 * 1024
 _NUM_PIECES, _PIECE_BYTES = 64, 1024 * 1024
@@ -106,6 +105,12 @@ class JobIdentity:
 
     what: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Forget secrets, also those that an earlier version has recorded."""
+        for name in ("what", "settings"):
+            kept = {key: masked(value) for key, value in getattr(self, name).items() if not is_secret(key)}
+            object.__setattr__(self, name, kept)
 
     def to_json(self) -> bytes:
         """Return the job as a record."""
@@ -237,15 +242,14 @@ def _add_arguments(
     """
     positional: list[str] = []
     for name, value in parse_arguments(arguments):
-        if name is not None and (name in without or _SECRET.fullmatch(name)):
+        if name is not None and name in without:
             continue
         label = prefix + (f"--{name}" if name is not None else "arguments")
         found = _settings_in(str(value), is_known=is_known) if value is not True else None
         if found is not None:
             for key, one in _flat(label, found).items():
                 last = _normalised(key.rpartition(".")[2])
-                if not _SECRET.fullmatch(last):
-                    (settings if last in CHANGEABLE_ARGUMENTS else what)[key] = one
+                (settings if last in CHANGEABLE_ARGUMENTS else what)[key] = one
         if name is None:
             positional.append(f"({Path(str(value)).suffix})" if found is not None else str(value))
         elif found is None:
@@ -332,7 +336,7 @@ def _identify_configured(config: Config) -> JobIdentity:
     what["scale_learning_rate"] = config.scale_learning_rate
     settings: dict[str, Any] = {}
     for option, value in sorted(config.trainer.items()):
-        if value is not None and not _SECRET.fullmatch(option):
+        if value is not None:
             target = settings if option in CHANGEABLE_OPTIONS else what
             target[f"trainer.{option}"] = json.loads(json.dumps(value, default=str))
     return JobIdentity(what, settings)

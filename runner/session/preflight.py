@@ -161,7 +161,8 @@ def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
 
 def write_job(directory: RunDirectory, job: JobIdentity) -> None:
     """Record the job in the folder of this node alone."""
-    replace_file(directory.job, job.to_json(), directory.job.with_name(f".{directory.job.name}.tmp"))
+    temporary = directory.job.with_name(f".{directory.job.name}.tmp")
+    replace_file(directory.job, job.to_json(), temporary, private=True)
 
 
 def recorded_in(directory: RunDirectory) -> JobIdentity | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from checkpointing.errors import EXIT_PREEMPTED, CheckpointError
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
+from checkpointing.host.own_files import open_own
 from checkpointing.manager import stop_signal
 from runner.errors import RunnerError
 from runner.program.program import Program
@@ -150,7 +151,7 @@ def run_preparation(spec: dict[str, str]) -> None:
     """
     _become_independent()
     processes.set_name("prepare")
-    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = open_own(Path(spec["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.environ.update(ALONE)

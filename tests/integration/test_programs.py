@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from integration.support import Run, wait_until
+from integration.support import RUNNER, Run, wait_until
 from safetensors.torch import load_file
 
 from checkpointing.host.failpoints import FAILPOINTS_ENV, ONCE_ENV
@@ -98,3 +98,27 @@ def test_what_must_be_protected_and_is_not_ends_with_78(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--nproc-per-node", "1", "--resilient", "require", script=[str(tmp_path / "loop.py")])
     assert run.start().finish() == 78
     assert "nothing is saved: no Trainer and no CheckpointManager seen; pass --resilient auto" in run.output
+
+
+def test_files_of_the_working_directory_are_not_run(tmp_path: Path) -> None:
+    """The helpers imported `psutil.py` and `checkpointing.py` of a folder in which everybody may write."""
+    everybodys, job = tmp_path / "everybodys", tmp_path / "job"
+    everybodys.mkdir()
+    job.mkdir()
+    for name in ("runner", "checkpointing", "psutil", "xxhash", "torch", "numpy", "yaml", "fsspec"):
+        (everybodys / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'was-run')!r}, 'a').write('{name} ')\nraise OSError"
+        )
+    (job / "train.py").write_text(TRAINER)
+    done = subprocess.run(
+        [*RUNNER, "start", "--nproc-per-node", "1", "--output-dir", str(job / "run"), str(job / "train.py"), "out"],
+        cwd=everybodys,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "was-run").exists(), (tmp_path / "was-run").read_text()
+    # What says what is run, and with which arguments, is for this user alone.
+    readable = [path for path in (job / "run").rglob("*") if path.is_file() and path.stat().st_mode & 0o077]
+    assert not [path.name for path in readable if path.name in ("job.json", "config.yaml", "journal.jsonl")]
+    assert (job / "run" / "logs").stat().st_mode & 0o077 == 0

@@ -180,6 +180,11 @@ def shape(accelerators: int, settings: dict[str, object], **environment: str) ->
         (1, {}, {"WORLD_SIZE": "2", "RANK": "1"}, (2, 1)),
         # The same variables on one machine with two GPUs.
         (2, {}, {"WORLD_SIZE": "2", "RANK": "0"}, (1, 2)),
+        # Training Operator 1.8 and 1.9, one pod with 8 GPUs, and two: WORLD_SIZE counts pods.
+        (8, {}, {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto", "WORLD_SIZE": "1", "RANK": "0"}, (1, 8)),
+        (8, {}, {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "WORLD_SIZE": "2", "RANK": "1"}, (2, 8)),
+        (8, {}, {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "16", "PET_NODE_RANK": "1"}, (2, 8)),
+        (1, {}, {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto", "WORLD_SIZE": "1", "RANK": "0"}, (1, 1)),
         (4, {"nnodes": 3}, {}, (3, 4)),
         # A spare.
         (4, {"nnodes": "2:3", "node_rank": 3}, {}, (3, 4)),
