@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 
@@ -67,6 +68,18 @@ def skipped_steps() -> SkippedSteps:
     return SkippedSteps(rank_settings().skipped_steps)
 
 
+def unfinished_training() -> tuple[int, int] | None:
+    """Return the last step and the number of steps of a training loop in this process that has begun and not ended.
+
+    None if there is none, or if it did not say how many steps it takes.
+    """
+    manager = CheckpointManager._newest_in_training()
+    total = manager._total_steps if manager is not None else None
+    if manager is None or total is None or manager._node.heartbeat.step >= total:
+        return None
+    return manager._node.heartbeat.step, total
+
+
 class CheckpointManager:
     """Saves, resumes and stops a training loop. One per rank.
 
@@ -81,6 +94,9 @@ class CheckpointManager:
         script: What the script keeps besides, as far as it can be found.
         finished: Set by an integration: training has reached its end.
     """
+
+    # One that was left behind, as a search for parameters leaves a trial, says nothing once another one trains.
+    _newest_in_training: ClassVar[Callable[[], CheckpointManager | None]] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -411,6 +427,7 @@ class CheckpointManager:
         """
         node = self._node
         self._total_steps = total_steps
+        CheckpointManager._newest_in_training = weakref.ref(self)
         node.heartbeat.set_start(start_step)
         node.reporter.training_started(start_step, total_steps, node.restorer.seconds)
         node.restorer.seconds = 0.0
@@ -641,6 +658,8 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
+        if CheckpointManager._newest_in_training() is self:
+            CheckpointManager._newest_in_training = staticmethod(lambda: None)
         self._tracked.buckets.close()
         if not self._node.is_connected:
             stop_signal.end_reading(stopped=False)

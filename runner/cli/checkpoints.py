@@ -14,6 +14,7 @@ from typing import Any, TypeVar, Unpack, cast
 import click
 
 from checkpointing.commit.retention import FurtherRetention, Retention
+from runner.cli.options import echo
 from runner.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,22 +39,20 @@ def list_checkpoints(location: str) -> None:
 
     stages = _stages(location)
     if not any(tiers.catalog.entries() for _, tiers in stages):
-        click.echo(f"no checkpoints at {location}")
+        echo(f"no checkpoints at {location}")
         return
-    click.echo(f"{'step':>8}  {'age':>12}  {'size':>12}  {'tier':<6}  state")
+    echo(f"{'step':>8}  {'age':>12}  {'size':>12}  {'tier':<6}  state")
     for stage, tiers in stages:
         if stage:
-            click.echo(f"{stage}:")
+            echo(f"{stage}:")
         for entry in tiers.catalog.entries():
             tier = tiers.name(entry.storage)
             if entry.manifest is None:
-                click.echo(f"{entry.step:>8}  {'':>12}  {'':>12}  {tier:<6}  invalid: {entry.problem}")
+                echo(f"{entry.step:>8}  {'':>12}  {'':>12}  {tier:<6}  invalid: {entry.problem}")
                 continue
             age = duration(time.time() - entry.manifest.created_at)
             size = f"{entry.manifest.total_bytes / 1e6:.1f} MB"
-            click.echo(
-                f"{entry.step:>8}  {age:>12}  {size:>12}  {tier:<6}  sizes ok (attempt {entry.manifest.attempt})"
-            )
+            echo(f"{entry.step:>8}  {age:>12}  {size:>12}  {tier:<6}  sizes ok (attempt {entry.manifest.attempt})")
 
 
 @checkpoints.command()
@@ -70,7 +69,7 @@ def verify(location: str, step: int | None) -> None:
         location, step = one[1], int(one[2])
     for stage, tiers in _stages(location):
         for line in _take_back(tiers, step):
-            click.echo(f"{line}  {stage}".rstrip())
+            echo(f"{line}  {stage}".rstrip())
     found = [(stage, tiers, entry) for stage, tiers in _stages(location) for entry in tiers.catalog.entries()]
     found = [(stage, tiers, entry) for stage, tiers, entry in found if step in (None, entry.step)]
     if not found:
@@ -81,7 +80,7 @@ def verify(location: str, step: int | None) -> None:
         verdict = _verdict_of(entry)
         damaged |= verdict.startswith("INVALID")
         name = f"{entry.step:>8}  {tiers.name(entry.storage):<6}" + (f"  {stage}" if stage else "")
-        click.echo(f"{name}  {verdict}")
+        echo(f"{name}  {verdict}")
     sys.exit(1 if damaged else 0)
 
 
@@ -155,7 +154,7 @@ def export(location: str, step: int, directory: Path) -> None:
     with _progress_bar(f"checkpoint-{step}", entry.manifest.total_bytes) as advance:
         export_checkpoint(entry.storage, step, directory, advance)
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
-    click.echo(f"checkpoint-{step}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, in {directory}")
+    echo(f"checkpoint-{step}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, in {directory}")
 
 
 def _further_retention_options(command: F) -> F:
@@ -208,10 +207,10 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
                 verify_copy(storage, step)
                 break
             except InvalidCheckpoint as error:
-                click.echo(f"damaged, kept: {error}")
+                echo(f"damaged, kept: {error}")
         for step in superfluous:
             storage.remove(step)
-            click.echo(f"removed {storage.describe(step)}")
+            echo(f"removed {storage.describe(step)}")
 
 
 def _config_of(location: str) -> Any:

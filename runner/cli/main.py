@@ -14,6 +14,7 @@ from checkpointing.storage.object_store import StorageTimeout
 from runner import __version__
 from runner.cli import chaos, checkpoints, forecast, inspect, rehearse, start
 from runner.errors import ExitCode, RunnerError, unusable
+from runner.system.text import visible
 
 # Heavier imports are inside the commands, to keep `runner --help` fast.
 
@@ -94,7 +95,7 @@ def _exit_for(error: OSError) -> NoReturn:
 
 
 def _exit(error: Exception, code: ExitCode) -> NoReturn:
-    click.echo(f"runner: error: {error}", err=True)
+    click.echo(f"runner: error: {visible(str(error))}", err=True)
     sys.exit(int(code))
 
 

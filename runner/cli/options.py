@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from runner.errors import UsageError
+from runner.system.text import visible
 
 
 class Number(click.FloatRange):
@@ -153,6 +154,11 @@ def load(
         if value is not None:
             overrides.append((f"restart.{name}", value, f"--{name.removesuffix('_s').replace('_', '-')} {value}"))
     return load_config(options["config_path"], os.environ, overrides, program=program)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print a line in which names and errors of others are; see `visible`."""
+    click.echo(visible(text), err=err)
 
 
 def table_console() -> Any:

@@ -15,6 +15,7 @@ from checkpointing.agent.events import Event
 from checkpointing.host.heartbeat import machine_clock
 from checkpointing.host.own_files import open_own
 from runner.journal.events import Entry, parse
+from runner.system.text import all_visible
 
 JOURNAL_NAME = "journal.jsonl"
 _HEAD_BYTES = 256
@@ -152,4 +153,4 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return values if isinstance(values, dict) else None
+    return all_visible(values) if isinstance(values, dict) else None

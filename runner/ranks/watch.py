@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
 from runner.ranks.output import STDERR_NAME
-from runner.recovery.classify import RankEnd, read_error_file, read_last_words
+from runner.recovery.classify import RankEnd, raised_by_program, read_error_file, read_last_words
 from runner.recovery.failure import is_effect
 
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -230,10 +230,11 @@ class RankWatch:
         file = Path(error_file or "/nonexistent")
         found = read_error_file(file)
         error, frame, transient = self.errors.get(rank, (None, None, False))
+        if found is None and error is not None:
+            found = error, frame, None
         if found is not None:
-            return RankEnd(rank, order, exit_code, *found, transient=transient)
-        if error is not None:
-            return RankEnd(rank, order, exit_code, error, frame, transient=transient)
+            said = raised_by_program(found[1])
+            return RankEnd(rank, order, exit_code, *found, raised_by_program=said, transient=transient)
         return RankEnd(rank, order, exit_code, last_words=read_last_words(file.with_name(STDERR_NAME)))
 
     def log(self, rank: int | None) -> Path | None:

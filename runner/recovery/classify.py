@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import linecache
 import re
 import signal
+import sysconfig
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +15,19 @@ from typing import Any
 from checkpointing.errors import EXIT_PREEMPTED
 from runner.recovery.failure import Failure, is_effect
 from runner.recovery.kinds import FailureKind, kind_of_error
+from runner.system.text import visible
 
 # A GPU in exclusive mode, while a process that was killed is not gone yet.
 _BUSY = re.compile(r"busy or unavailable", re.IGNORECASE)
 
 # The driver was started in the process that ranks are forked from: torch's message, and the driver's own.
 _BAD_FORK = re.compile(r"Cannot re-initialize \w+ in forked subprocess|(CUDA|HIP) error: initialization error")
+
+# Where libraries are, and this project.
+_LIBRARIES = [
+    *{Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    *(Path(__file__).resolve().parents[2] / name for name in ("checkpointing", "runner")),
+]
 
 _MAX_CAUSE = 500
 # Written to standard error by a process that C++ code aborts, or that crashes by a fault of its own.
@@ -53,6 +62,7 @@ class RankEnd:
     error_time: float | None = None
     # For a process without a Python exception, why it was aborted; None if it did not say.
     last_words: str | None = None
+    raised_by_program: bool = False  # Whether a statement of the program raised it, and no library.
     transient: bool = False  # Whether the exception means that the network or a server has failed, which may pass.
 
 
@@ -120,7 +130,8 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, has_stepped: b
         return Failure(FailureKind.CRASHED, cause, first.rank, step, f"{cause}|{step}" if own_fault else "")
     cause = f"rank {first.rank}: {_one_line(first.error.removeprefix('SystemExit: '))}"
     signature = "" if is_effect(first.error) else f"{first.error.partition(':')[0]}|{first.frame}|{step}"
-    known = kind_of_error(first.error)
+    # What a program says in its own words is no evidence of what the device, the disk or the memory did.
+    known = kind_of_error(first.error) if not first.raised_by_program else None
     if first.error.startswith("DamagedCheckpoint"):
         # It was quarantined, so that each attempt finds another one.
         return Failure(FailureKind.CRASHED, cause, first.rank, step)
@@ -144,7 +155,7 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, has_stepped: b
 def _one_line(error: str) -> str:
     """Shorten an error to one line; the whole text is in the rank's log."""
     # An exception without a text has a colon at its end.
-    text = " ".join(error.split()).removesuffix(":")
+    text = visible(" ".join(error.split()).removesuffix(":"))
     return text if len(text) <= _MAX_CAUSE else f"{text[:_MAX_CAUSE]} …"
 
 
@@ -168,6 +179,14 @@ def _describe_exit(end: RankEnd) -> str:
             name = f"signal {-code}"
         return f"rank {end.rank} was killed by {name}"
     return f"rank {end.rank} exited with status {code}"
+
+
+def raised_by_program(frame: str | None) -> bool:
+    """Return whether an exception's innermost frame, `file:line`, is a `raise` of the program's own files."""
+    path, _, line = (frame or "").rpartition(":")
+    if not line.isdecimal() or any(Path(path).is_relative_to(folder) for folder in _LIBRARIES):
+        return False
+    return re.match(r"\s*raise\b", linecache.getline(path, int(line))) is not None
 
 
 def of_its_origin(error: str, frame: str | None) -> tuple[str, str | None]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from runner.recovery.kinds import FailureKind
+from runner.recovery.kinds import FailureKind, is_own_fault
 
 # First and last step.
 Window = tuple[int, int]
@@ -22,37 +22,6 @@ _CASCADE = re.compile(
     r"|DistNetworkError|DistStoreError|DistBackendError|AgentUnavailable",
     re.IGNORECASE,
 )
-
-# Of these types it is a fault of the script or of the installation, whatever its text names.
-_OWN_FAULTS = {
-    "ArithmeticError",
-    "AssertionError",
-    "AttributeError",
-    "FileExistsError",
-    "FileNotFoundError",
-    "ImportError",
-    "IndentationError",
-    "IndexError",
-    "IsADirectoryError",
-    "JSONDecodeError",
-    "KeyError",
-    "LookupError",
-    "ModuleNotFoundError",
-    "NameError",
-    "NotADirectoryError",
-    "NotImplementedError",
-    "OverflowError",
-    "PermissionError",
-    "RecursionError",
-    "SyntaxError",
-    "TypeError",
-    "UnboundLocalError",
-    "UnicodeDecodeError",
-    "UnicodeEncodeError",
-    "ValueError",
-    "ZeroDivisionError",
-}
-_TYPE = re.compile(r"(?:rank \d+: )?(?:\w+\.)*(\w+):")
 
 
 @dataclass(frozen=True)
@@ -124,8 +93,7 @@ def read_window(value: Any) -> Window:
 
 def is_effect(error: str) -> bool:
     """Return whether an error is what a rank raises when another rank has gone."""
-    found = _TYPE.match(error)
-    is_own = (found is not None and found[1] in _OWN_FAULTS) or _OF_OWN_DEVICE.search(error)
+    is_own = is_own_fault(error) or _OF_OWN_DEVICE.search(error)
     return not is_own and bool(_CASCADE.search(error))
 
 

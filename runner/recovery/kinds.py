@@ -13,6 +13,38 @@ from typing import Any
 
 from runner.errors import ExitCode
 
+# Of these types it is a fault of the script or of the installation, whatever its text names.
+_OWN_FAULTS = {
+    "ArithmeticError",
+    "AssertionError",
+    "AttributeError",
+    "FileExistsError",
+    "FileNotFoundError",
+    "ImportError",
+    "IndentationError",
+    "IndexError",
+    "IsADirectoryError",
+    "JSONDecodeError",
+    "KeyError",
+    "LookupError",
+    "ModuleNotFoundError",
+    "NameError",
+    "NotADirectoryError",
+    "NotImplementedError",
+    "OverflowError",
+    "PermissionError",
+    "RecursionError",
+    "SyntaxError",
+    "SystemExit",
+    "TypeError",
+    "UnboundLocalError",
+    "UnicodeDecodeError",
+    "UnicodeEncodeError",
+    "ValueError",
+    "ZeroDivisionError",
+}
+_TYPE = re.compile(r"(?:rank \d+: )?(?:\w+\.)*(\w+):")
+
 
 class Action(Enum):
     """What the policy does about an ended attempt."""
@@ -294,8 +326,19 @@ class FailureKind(Enum):
         return self in (FailureKind.FINISHED, FailureKind.PREEMPTED)
 
 
+def is_own_fault(error: str) -> bool:
+    """Return whether an error, `Type: text`, is by its type a fault of the script or of the installation."""
+    found = _TYPE.match(error)
+    return found is not None and found[1] in _OWN_FAULTS
+
+
 def kind_of_error(error: str) -> FailureKind | None:
-    """Return the class that an error's text alone identifies; None if there is none."""
+    """Return the class that an error alone identifies; None if there is none.
+
+    The text of a script's own fault says nothing: a `KeyError` may name any key.
+    """
+    if is_own_fault(error):
+        return None
     return next((kind for kind in FailureKind if kind.rule.error is not None and kind.rule.error.search(error)), None)
 
 

@@ -28,6 +28,7 @@ from runner.session.identity import JobIdentity, key_of
 from runner.session.session import Session
 from runner.supervisor.run_record import end_of_error, ended, finished_job
 from runner.supervisor.supervisor import make_node
+from runner.system.text import visible
 
 _TURN_S = 0.5
 # From a stop request to the leader's answer while no attempt runs here.
@@ -103,7 +104,7 @@ class Follower:
             self._say("the run has finished")
         else:
             outcome = "stopped" if end.exit_code == ExitCode.PREEMPTED else "failed"
-            print(f"runner: {outcome}: {end.reason} (exit code {int(end.exit_code)})", file=sys.stderr)
+            print(f"runner: {outcome}: {visible(end.reason)} (exit code {int(end.exit_code)})", file=sys.stderr)
         self._display.close()
         return end.exit_code
 
@@ -197,7 +198,7 @@ class Follower:
         self._member.send(messages.Ended(attempt=spec.attempt, failure=failure))
 
     def _say(self, text: str) -> None:
-        print(f"runner: node {self._config.launch.node_rank}: {text}", flush=True)
+        print(f"runner: node {self._config.launch.node_rank}: {visible(text)}", flush=True)
 
     def _each_turn(self, node: Node) -> None:
         """Handle the leader and stop requests while an attempt runs."""

@@ -1,6 +1,29 @@
-"""Numbers with units, for people."""
+"""Text for people: numbers with units, and nothing that a terminal would obey."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
+
+# What terminals take for commands (C0 but for tab and newline, DEL, C1), and what reverses the order of a line.
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """Return a text of others with a terminal's commands spelled out, so that it does not obey them.
+
+    An error, a file's name or a record may contain what moves the cursor, hides lines or types for the user.
+    """
+    return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def all_visible(values: Any) -> Any:
+    """Return parsed JSON with all its texts, and names, as `visible` returns them."""
+    if isinstance(values, str):
+        return visible(values)
+    if isinstance(values, dict):
+        return {visible(name): all_visible(value) for name, value in values.items()}
+    return [all_visible(value) for value in values] if isinstance(values, list) else values
 
 
 def gb(nbytes: int) -> str:

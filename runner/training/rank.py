@@ -27,12 +27,13 @@ from runner.errors import RunnerError
 from runner.program.program import Program
 from runner.recovery.classify import of_its_origin, printable
 from runner.system import processes
+from runner.training.program_ends import heard_ends, unfinished_training
 from runner.training.protection import Protection
 from runner.training.user_program import run_program
 
 _MAX_ERROR = 4000
 # Modules whose frames lead to the user's program.
-_RUNNING = {__name__, "runner.training.user_program", "runpy"}
+_RUNNING = {__name__, "runner.training.user_program", "runner.training.program_ends", "runpy"}
 # Seconds that `send_surely` waits for space in the supervisor's short queue.
 _PATIENCE_S = 2.0
 # Without `LOCAL_RANK`, which would have accelerate begin a process group.
@@ -101,7 +102,8 @@ def run_rank(spec: dict[str, Any]) -> None:
             run_job(spec["config"], spec["cache"], sender, resumes=spec["resumes"])
         else:
             _protection(spec["resilient"], sender, rank).begin()
-            run_program(Program.from_json(spec["program"]))
+            with heard_ends(lambda text: _report_failure(sender, rank, text, None, transient=False)):
+                run_program(Program.from_json(spec["program"]))
     except SystemExit as error:
         if error.code == EXIT_PREEMPTED:
             # An orderly stop, for which the other ranks need time, too.
@@ -120,6 +122,9 @@ def run_rank(spec: dict[str, Any]) -> None:
         # multiprocessing skips exit functions in its children, but those of a script, such as wandb's, must run as
         # under torchrun.
         atexit._run_exitfuncs()
+    if (left := unfinished_training()) is not None:
+        _report_failure(sender, rank, left, None, transient=False)
+        raise SystemExit(1)
     sender.send_surely("rank_done", rank=rank)
 
 

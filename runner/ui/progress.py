@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from checkpointing.agent.events import Transfer
+from runner.system.text import visible
 
 _PLAIN_INTERVAL_S = 5.0
 _BAR_CELLS = 24
@@ -76,7 +77,7 @@ class ProgressDisplay:
                 # A rank's progress bar is on the line.
                 self._console.file.write("\n")
                 self._mid_line = 0
-            self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False)
+            self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {visible(text)}", markup=False)
 
     def pass_on(self, stream: int, data: bytes) -> None:
         """Print unchanged what a rank has written to standard output (1) or standard error (2)."""

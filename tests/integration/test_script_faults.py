@@ -28,6 +28,17 @@ for step in range(manager.resume(), 100):
     manager.step(step + 1)
     if step == 50: time.sleep(1000)
 """
+LEFT = """
+import os, sys, torch
+from checkpointing import CheckpointManager
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+manager = CheckpointManager("checkpoints", model=model, optimizer=optimizer, save_steps=4)
+for step in range(manager.resume(20), 20):
+    optimizer.step()
+    manager.step(step + 1)
+    if step == 10: {leave}
+"""
 # The script, and what is to be read of it.
 # The others, which are exceptions like "syntax", are in tests/unit/runner/training/test_failure_report.py.
 FAULTS = {
@@ -45,8 +56,11 @@ FAULTS = {
     "exit at once": ("import os\nos._exit(3)", "rank 0 exited with status 3"),
     "exit in a thread": (
         "import os, threading, time\nthreading.Thread(target=os._exit, args=(5,)).start()\ntime.sleep(60)",
-        "rank 0 exited with status 5",
+        "a thread of the program called os._exit(5)",
     ),
+    "left in training": (LEFT.format(leave="sys.exit(0)"), "ended with status 0 at step 11 of 20, in the middle"),
+    "left at once in training": (LEFT.format(leave="os._exit(0)"), "ended with status 0 at step 11 of 20"),
+    "replaced": ("import os, sys\nos.execv(sys.executable, [sys.executable, __file__])", "would replace this rank"),
     "syntax": ("def f(:", "SyntaxError: invalid syntax (train.py, line 1)"),
     "worker": (WORKER.format(fault="raise ValueError('bad row')"), "ValueError: bad row"),
     "hang": (HANG, "rank 0 hung: "),
@@ -67,7 +81,7 @@ FAULTS = {
 
 
 # Each ends a rank in another way; the others are variants of these.
-KINDS = ("segfault", "hang", "closed streams")
+KINDS = ("segfault", "hang", "closed streams", "left in training")
 
 
 @pytest.mark.parametrize(

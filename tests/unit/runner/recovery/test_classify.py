@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from runner.recovery.classify import RankEnd, classify, read_error_file, read_last_words
+from runner.recovery import classify as classify_module
+from runner.recovery.classify import RankEnd, classify, raised_by_program, read_error_file, read_last_words
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 
@@ -290,6 +291,49 @@ def test_what_may_pass_by_itself(error: str, started: int, step: int, may_pass: 
     assert failure.may_pass is may_pass
     assert failure.in_fork is (may_pass and ("fork" in error or "initialization" in error))
     assert Failure.from_dict(failure.to_dict()) == failure
+
+
+SAID = [
+    "hardware error",
+    "No space left on device",
+    "CUDA out of memory",
+    "uncorrectable ECC error",
+    "out of shared memory",
+    "NoValidCheckpoint",
+    "devices are busy or unavailable",
+]
+
+
+@pytest.mark.parametrize("text", SAID)
+@pytest.mark.parametrize("name", ["KeyError", "ValueError", "AssertionError", "IndexError", "SystemExit", "TypeError"])
+def test_what_a_scripts_own_fault_says_does_not_decide(name: str, text: str) -> None:
+    """`KeyError('hardware error')` ended with 80 and kept the node out for a day; `ValueError` halved the batch."""
+    end = RankEnd(0, 0, 1, f"{name}: '{text}'", "train.py:3")
+    assert classify([end], finished=False, started_step=10, step=20).kind is K.CRASHED
+    assert classify([end], finished=False, started_step=0, step=0).kind is K.BOOT
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_a_text_of_the_programs_own_does_not_decide_whatever_its_type(text: str) -> None:
+    error = f"RuntimeError: {text}"
+    own, of_library = (RankEnd(0, 0, 1, error, "x.py:3", raised_by_program=said) for said in (True, False))
+    assert classify([own], finished=False, started_step=10, step=20).kind is K.CRASHED
+    if text != "NoValidCheckpoint":
+        assert classify([of_library], finished=False, started_step=10, step=20).kind is not K.CRASHED
+
+
+def test_whose_statement_has_raised(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def f(x):\n    raise RuntimeError(x)\ny = big @ big  # raise\n")
+    assert raised_by_program(f"{script}:2")
+    assert not raised_by_program(f"{script}:3") and not raised_by_program(f"{script}:9")
+    assert not raised_by_program(None) and not raised_by_program("<string>:1") and not raised_by_program("x")
+    # A library's, and this project's.
+    library, ours = Path(pytest.__file__), Path(classify_module.__file__)
+    for file in (library.parent.parent / "_pytest/outcomes.py", ours.with_name("failure.py")):
+        lines = file.read_text().splitlines()
+        number = next(n for n, line in enumerate(lines, 1) if line.strip().startswith("raise"))
+        assert not raised_by_program(f"{file}:{number}")
 
 
 def test_error_files(tmp_path: Path) -> None:

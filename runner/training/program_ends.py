@@ -1,0 +1,74 @@
+"""How a program ends its rank: calls that would end it without reporting, and an end in the middle of training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+_EXEC = ("execv", "execve")
+
+
+class ProcessReplaced(RuntimeError):
+    """A program would put another one in the place of its rank."""
+
+
+@contextlib.contextmanager
+def heard_ends(report: Callable[[str], None]) -> Iterator[None]:
+    """Hear of what would end this process at once: `os._exit` and the functions of `os` that replace the process.
+
+    In a process that is forked from this one they do what they always do.
+
+    Args:
+        report: Takes the error of a rank that ends outside of its main thread, where nothing else can be said.
+
+    Raises:
+        ProcessReplaced: By the calls that replace the process, as nobody would see whether the new one trains.
+        SystemExit: By `os._exit` in the main thread, so that what is left of a save is not lost.
+    """
+    own, rank = {name: getattr(os, name) for name in ("_exit", *_EXEC)}, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() == rank:
+            if threading.current_thread() is threading.main_thread():
+                raise SystemExit(status)
+            report(f"SystemExit: a thread of the program called os._exit({status})")
+            status = status or 1
+        own["_exit"](status)
+        raise AssertionError("os._exit has returned")
+
+    def replacing(name: str) -> Callable[..., Any]:
+        def replace(file: Any, *rest: Any) -> Any:
+            if os.getpid() != rank:
+                return own[name](file, *rest)
+            raise ProcessReplaced(
+                f"os.{name}({os.fspath(file)!r}) would replace this rank by another program, which nobody supervises: "
+                "set what it is called for, such as variables of the environment, before runner start"
+            )
+
+        return replace
+
+    os._exit = leave
+    for name in _EXEC:
+        setattr(os, name, replacing(name))
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(os, name, function)
+
+
+def unfinished_training() -> str | None:
+    """Return what is left of a training that a program which ends with status 0 has not ended; None if nothing is."""
+    manager = sys.modules.get("checkpointing.manager.manager")
+    found = manager.unfinished_training() if manager is not None else None
+    if found is None:
+        return None
+    step, total = found
+    return (
+        f"SystemExit: the program ended with status 0 at step {step} of {total}, in the middle of its training: by "
+        "sys.exit() or os._exit(), or as a loop was left without manager.close()"
+    )
