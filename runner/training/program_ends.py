@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NoReturn
 
 _EXEC = ("execv", "execve")
+_STAYS_AFTER_S = 15.0
+_STAYS_AGAIN_S = 300.0
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 class ProcessReplaced(RuntimeError):
@@ -59,6 +66,43 @@ def heard_ends(report: Callable[[str], None]) -> Iterator[None]:
     finally:
         for name, function in own.items():
             setattr(os, name, function)
+
+
+def name_what_stays(rank: int, *, after_s: float = _STAYS_AFTER_S, again_s: float = _STAYS_AGAIN_S) -> None:
+    """From now on say what keeps the process of a program that has ended: a thread of its own, or an exit function.
+
+    It is waited for, as by Python: it may be an upload.
+
+    Args:
+        rank: Number of the rank, for people.
+        after_s: Seconds after which it is said first.
+        again_s: Seconds after which it is said again and again.
+    """
+
+    def watch() -> None:
+        wait_s = after_s
+        while True:
+            time.sleep(wait_s)
+            frames = sys._current_frames()
+            staying = [thread for thread in threading.enumerate() if not thread.daemon]
+            others = [thread for thread in staying if thread is not threading.main_thread()] or staying
+            places = [f"{thread.name} ({_place(frames.get(thread.ident or 0))})" for thread in others]
+            print(
+                f"runner: rank {rank} has ended its program, but its process goes on: {', '.join(places)}. A thread "
+                "with daemon=True does not hold it up; Ctrl-C or SIGTERM twice ends the run",
+                file=sys.stderr,
+                flush=True,
+            )
+            wait_s = again_s
+
+    threading.Thread(target=watch, name="process-end", daemon=True).start()
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return where a thread is: its innermost frame outside of the standard library, or the innermost one."""
+    frames = [f"{one.filename}:{one.lineno}" for one in traceback.extract_stack(frame)] if frame is not None else []
+    own = [place for place in frames if not place.startswith((_STDLIB, "<")) or "-packages" in place]
+    return (own or frames or ["unknown"])[-1]
 
 
 def unfinished_training() -> str | None:

@@ -27,7 +27,7 @@ from runner.errors import RunnerError
 from runner.program.program import Program
 from runner.recovery.classify import of_its_origin, printable
 from runner.system import processes
-from runner.training.program_ends import heard_ends, unfinished_training
+from runner.training.program_ends import heard_ends, name_what_stays, unfinished_training
 from runner.training.protection import Protection
 from runner.training.user_program import run_program
 
@@ -119,6 +119,7 @@ def run_rank(spec: dict[str, Any]) -> None:
         _report_failure(sender, rank, text, frame, transient=is_transient(error))
         raise
     finally:
+        name_what_stays(rank)
         # multiprocessing skips exit functions in its children, but those of a script, such as wandb's, must run as
         # under torchrun.
         atexit._run_exitfuncs()

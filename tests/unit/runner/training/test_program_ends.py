@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from runner.training import program_ends
-from runner.training.program_ends import ProcessReplaced, heard_ends, unfinished_training
+from runner.training.program_ends import ProcessReplaced, heard_ends, name_what_stays, unfinished_training
 
 
 def test_the_functions_are_those_of_before_in_the_end() -> None:
@@ -81,6 +81,22 @@ def test_in_a_child_of_the_rank_they_do_what_they_always_do() -> None:
             if pid == 0:
                 end()
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+
+def test_what_keeps_a_process_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    over, known = threading.Event(), threading.enumerate()
+    thread = threading.Thread(target=over.wait, name="upload")
+    thread.start()
+    name_what_stays(3, after_s=0.0, again_s=1000.0)
+    try:
+        text = ""
+        while "\n" not in text:
+            text += capsys.readouterr().err
+    finally:
+        over.set()
+        thread.join()
+    assert "rank 3 has ended its program, but its process goes on: upload (" in text and "threading.py" in text
+    assert [one.name for one in threading.enumerate() if one not in known] == ["process-end"]
 
 
 @pytest.mark.parametrize(("found", "said"), [(None, None), ((24, 40), "ended with status 0 at step 24 of 40")])
