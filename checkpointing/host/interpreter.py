@@ -14,5 +14,12 @@ def module_command(name: str, *arguments: str) -> list[str]:
     `python -m` imports from the working directory first, which is the user's, or everybody's: a file `psutil.py` there
     would be run in the place of the library. The option `-P` leaves that directory out, unless this project is in it.
     """
-    safe = [] if Path.cwd() == _ROOT else ["-P"]
-    return [sys.executable, *safe, "-m", name, *arguments]
+    return [sys.executable, *([] if _is_here() else ["-P"]), "-m", name, *arguments]
+
+
+def _is_here() -> bool:
+    try:
+        return Path.cwd() == _ROOT
+    except OSError:
+        # It was removed under this process.
+        return False

@@ -13,7 +13,8 @@ class ForeignLink(OSError):
     """In the place of a file of this project there is a link to another one; it was neither read nor changed."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(errno.ELOOP, f"{path.name} is a link that this run has not made; remove it", str(path))
+        text = f"{path.name} is a link that this run has not made; replace it by a copy, or remove it"
+        super().__init__(errno.ELOOP, text, str(path))
 
 
 def open_own(path: Path, flags: int, mode: int | None = None) -> int:
@@ -29,7 +30,9 @@ def open_own(path: Path, flags: int, mode: int | None = None) -> int:
         OSError: It cannot be opened.
     """
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, private_mode() if mode is None else mode)
+        # A pipe in its place is not waited for.
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(path, flags, private_mode() if mode is None else mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ForeignLink(path) from None
@@ -45,13 +48,19 @@ def make_own_folder(path: Path, *, parents: bool) -> None:
     """Make a folder that only this user reads, as `open_own` has it, unless there is one.
 
     Raises:
-        ForeignLink: There is a symbolic link of that name.
+        ForeignLink: There is a symbolic link of that name that somebody else has made.
         OSError: It cannot be made.
     """
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(0o700 if private_mode() == 0o600 else 0o770, exist_ok=True)
-    if path.is_symlink():
+    check_own_folder(path)
+
+
+def check_own_folder(path: Path) -> None:
+    """Check that a folder is no link that somebody else has made, to a folder of this user; raises ForeignLink."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
         raise ForeignLink(path)
 
 

@@ -197,6 +197,8 @@ class ResilientCheckpoint(Checkpoint):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was. What is in memory is not waited for: other ranks may not have failed."""
         if self._manager is not None:
+            if not isinstance(exception, SystemExit):
+                self._manager.leave_training()
             self._let_go(trainer)
             if not isinstance(exception, Preempted):
                 stop_signal.end_reading()

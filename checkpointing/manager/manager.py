@@ -653,13 +653,17 @@ class CheckpointManager:
         """Whether `close` was called."""
         return self._closed
 
+    def leave_training(self) -> None:
+        """Note that the training loop was left, by its end or by an exception: the program may end as it likes."""
+        if CheckpointManager._newest_in_training() is self:
+            CheckpointManager._newest_in_training = staticmethod(lambda: None)
+
     def close(self) -> None:
         """End training: wait for the last commit, and leave nothing in flight."""
         if self._closed:
             return
         self._closed = True
-        if CheckpointManager._newest_in_training() is self:
-            CheckpointManager._newest_in_training = staticmethod(lambda: None)
+        self.leave_training()
         self._tracked.buckets.close()
         if not self._node.is_connected:
             stop_signal.end_reading(stopped=False)

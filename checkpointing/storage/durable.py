@@ -97,6 +97,9 @@ def create_file(path: Path, data: bytes, temporary: Path, *, private: bool = Fal
 def _write_small(path: Path, data: bytes, *, private: bool) -> None:
     mode = None if private else 0o666
     try:
+        if private:
+            # One that is there may be readable by others, or belong to one of them.
+            path.unlink(missing_ok=True)
         descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, mode)
     except ForeignLink:
         path.unlink(missing_ok=True)

@@ -9,13 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpointing.host.own_files import make_own_folder
+from checkpointing.host.own_files import check_own_folder
 from checkpointing.storage.durable import create_file, replace_file
 from checkpointing.storage.fence import parse_number
 from checkpointing.storage.object_store import ObjectStore
 
 LOCAL_RESTART_STATE = ".runner.json"
 _LOCAL_FOLDER = ".records"
+# Those that are for the user of the run alone: its secret, and the command line.
+_PRIVATE = {"secret", "job.json"}
 _RESTART_STATE = "runner.json"
 _FOLDER = "records/"
 
@@ -103,12 +105,12 @@ class LocalSidecars(Sidecars):
     def write_restart_state(self, data: bytes) -> None:
         """Replace `.runner.json`."""
         path = self._restart_state
-        replace_file(path, data, path.with_name(f"{path.name}.{os.getpid()}.tmp"), private=True)
+        replace_file(path, data, path.with_name(f"{path.name}.{os.getpid()}.tmp"))
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a file durably."""
-        make_own_folder(self._folder, parents=self._may_create())
-        replace_file(self._folder / name, data, self._folder / f".{name}.tmp", private=True)
+        self._make_folder()
+        replace_file(self._folder / name, data, self._folder / f".{name}.tmp", private=name in _PRIVATE)
 
     @property
     def decides(self) -> bool:
@@ -117,9 +119,14 @@ class LocalSidecars(Sidecars):
 
     def create(self, name: str, data: bytes) -> bool:
         """Link a file durably."""
-        make_own_folder(self._folder, parents=self._may_create())
+        self._make_folder()
         temporary = self._folder / f".{name}.{uuid.uuid4().hex}.tmp"
-        return create_file(self._folder / name, data, temporary, private=True)
+        return create_file(self._folder / name, data, temporary, private=name in _PRIVATE)
+
+    def _make_folder(self) -> None:
+        # Users who may read the checkpoints may list them, which looks here.
+        self._folder.mkdir(parents=self._may_create(), exist_ok=True)
+        check_own_folder(self._folder)
 
     def remove(self, name: str) -> None:
         """Unlink a file."""

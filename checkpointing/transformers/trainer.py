@@ -108,6 +108,10 @@ class ResilientMixin(ExactMixin, SavingMixin):
         self.args.eval_on_start = evaluates_first and start.point is None
         try:
             return super().train(resume_from_checkpoint=start.folder, **kwargs)
+        except Exception:
+            # The program may answer it, as a search for parameters does with a trial that is out of memory.
+            self._manager.leave_training()
+            raise
         finally:
             self.args.eval_on_start = evaluates_first
             if start.point is not None:

@@ -87,7 +87,7 @@ def load_config(
         sources[key] = f"command line {written}"
     if "launch.nnodes" in sources:
         # It says nothing more then; where PET_NPROC_PER_NODE is auto, Kubeflow's Training Operator counts pods in it.
-        overrides = [override for override in overrides if override[0] != "launch.world_size"]
+        overrides = [override for override in overrides if override[2] != "WORLD_SIZE"]
     document: dict[str, Any] = {}
     if path is not None:
         document = _read_yaml(Path(path))

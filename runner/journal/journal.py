@@ -150,7 +150,7 @@ class EventStream:
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
     try:
-        values = json.loads(line)
+        values = all_visible(json.loads(line))
     except (ValueError, RecursionError):
         return None
-    return all_visible(values) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else None

@@ -233,7 +233,7 @@ class RankWatch:
         if found is None and error is not None:
             found = error, frame, None
         if found is not None:
-            said = raised_by_program(found[1])
+            said = raised_by_program(found[0], found[1], file)
             return RankEnd(rank, order, exit_code, *found, raised_by_program=said, transient=transient)
         return RankEnd(rank, order, exit_code, last_words=read_last_words(file.with_name(STDERR_NAME)))
 

@@ -23,6 +23,13 @@ _BUSY = re.compile(r"busy or unavailable", re.IGNORECASE)
 # The driver was started in the process that ranks are forked from: torch's message, and the driver's own.
 _BAD_FORK = re.compile(r"Cannot re-initialize \w+ in forked subprocess|(CUDA|HIP) error: initialization error")
 
+_RAISE = re.compile(r"\s*raise\b")
+# Types that say by themselves what has happened.
+_EVIDENT = re.compile(
+    r"(?:\w+\.)*(OutOfMemoryError|MemoryError|OSError|\w*BackendError|AcceleratorError|SafetensorError|NVMLError)\b"
+)
+# Said between the tracebacks of an exception and of the one that answers it.
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 # Where libraries are, and this project.
 _LIBRARIES = [
     *{Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -181,12 +188,23 @@ def _describe_exit(end: RankEnd) -> str:
     return f"rank {end.rank} exited with status {code}"
 
 
-def raised_by_program(frame: str | None) -> bool:
-    """Return whether an exception's innermost frame, `file:line`, is a `raise` of the program's own files."""
+def raised_by_program(error: str, frame: str | None, error_file: Path) -> bool:
+    """Return whether an error's words are the program's own, as far as its torchelastic error file says.
+
+    Its innermost frame, `file:line`, is then a `raise` in the program's files, of no type that is evidence by itself,
+    and not in the answer to another exception, whose words it may repeat.
+    """
     path, _, line = (frame or "").rpartition(":")
-    if not line.isdecimal() or any(Path(path).is_relative_to(folder) for folder in _LIBRARIES):
+    is_library = re.search(r"/(site|dist)-packages/", path) or any(map(Path(path).is_relative_to, _LIBRARIES))
+    if not line.isdecimal() or is_library or _EVIDENT.match(error):
         return False
-    return re.match(r"\s*raise\b", linecache.getline(path, int(line))) is not None
+    try:
+        if any(words in error_file.read_text(errors="replace") for words in _CHAINED):
+            return False
+    except OSError:
+        return False
+    linecache.checkcache(path)
+    return _RAISE.match(linecache.getline(path, int(line))) is not None
 
 
 def of_its_origin(error: str, frame: str | None) -> tuple[str, str | None]:

@@ -35,7 +35,6 @@ _OWN_FAULTS = {
     "PermissionError",
     "RecursionError",
     "SyntaxError",
-    "SystemExit",
     "TypeError",
     "UnboundLocalError",
     "UnicodeDecodeError",
@@ -337,7 +336,7 @@ def kind_of_error(error: str) -> FailureKind | None:
 
     The text of a script's own fault says nothing: a `KeyError` may name any key.
     """
-    if is_own_fault(error):
+    if is_own_fault(error) or error.startswith("SystemExit:"):
         return None
     return next((kind for kind in FailureKind if kind.rule.error is not None and kind.rule.error.search(error)), None)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from hashlib import sha256
 from typing import Any
 
-_MASK = "(not recorded)"
+_MASK = "(not-recorded)"
 # Names whose values are never recorded. `token` alone is one; `pad_token` and its kind describe the job.
 _NAME = re.compile(
     r"(?:(?:\w*_)?(?:hub|hf|hugging_?face|access|auth|api|bearer|wandb|session|security|git(?:hub|lab)?|refresh)_)?token"
@@ -19,8 +19,9 @@ _NAME = re.compile(
 )
 # Values that are secrets, whatever they are called: what their issuers begin them with, and passwords in addresses.
 _VALUE = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
-    r"|(?:AKIA|ASIA)[0-9A-Z]{12,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|wandb_v\d_\w{16,})"
+    r"(?<![\w-])(?:hf_(?=[a-z0-9]*[A-Z])(?=[A-Za-z]*\d)[A-Za-z0-9]{24,}|sk-(?=[\w-]*[A-Z])(?=[\w-]*\d)[\w-]{20,}"
+    r"|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{12,}"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|wandb_v\d_\w{16,})"
     r"|(?<=://)[^/@\s]+(?=@)"
 )
 # Others look random: long, of upper and lower case letters and digits, or hexadecimal as the keys of W&B.
@@ -65,4 +66,4 @@ def _digested(text: str) -> str:
     counts = Counter(text)
     bits = -sum(count / len(text) * math.log2(count / len(text)) for count in counts.values())
     least = _MIN_BITS if not _HEX.fullmatch(text) else 3.0
-    return text if bits < least else f"(sha256 {sha256(text.encode()).hexdigest()[:12]})"
+    return text if bits < least else f"(sha256-{sha256(text.encode()).hexdigest()[:12]})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -41,6 +42,9 @@ def heard_ends(report: Callable[[str], None]) -> Iterator[None]:
     def leave(status: int) -> NoReturn:
         if os.getpid() == rank:
             if threading.current_thread() is threading.main_thread():
+                # As in the call that was meant, neither exit functions nor threads hold the process up.
+                atexit._clear()
+                setattr(threading, "_shutdown", lambda: None)  # noqa: B010 - the name is private
                 raise SystemExit(status)
             report(f"SystemExit: a thread of the program called os._exit({status})")
             status = status or 1
@@ -68,13 +72,24 @@ def heard_ends(report: Callable[[str], None]) -> Iterator[None]:
             setattr(os, name, function)
 
 
-def name_what_stays(rank: int, *, after_s: float = _STAYS_AFTER_S, again_s: float = _STAYS_AGAIN_S) -> None:
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def name_what_stays(
+    rank: int,
+    say: Callable[[str], None] = _say,
+    *,
+    after_s: float = _STAYS_AFTER_S,
+    again_s: float = _STAYS_AGAIN_S,
+) -> None:
     """From now on say what keeps the process of a program that has ended: a thread of its own, or an exit function.
 
     It is waited for, as by Python: it may be an upload.
 
     Args:
         rank: Number of the rank, for people.
+        say: Takes what is said.
         after_s: Seconds after which it is said first.
         again_s: Seconds after which it is said again and again.
     """
@@ -87,11 +102,9 @@ def name_what_stays(rank: int, *, after_s: float = _STAYS_AFTER_S, again_s: floa
             staying = [thread for thread in threading.enumerate() if not thread.daemon]
             others = [thread for thread in staying if thread is not threading.main_thread()] or staying
             places = [f"{thread.name} ({_place(frames.get(thread.ident or 0))})" for thread in others]
-            print(
+            say(
                 f"runner: rank {rank} has ended its program, but its process goes on: {', '.join(places)}. A thread "
-                "with daemon=True does not hold it up; Ctrl-C or SIGTERM twice ends the run",
-                file=sys.stderr,
-                flush=True,
+                "with daemon=True does not hold it up; Ctrl-C or SIGTERM twice ends the run"
             )
             wait_s = again_s
 

@@ -203,7 +203,7 @@ def test_a_bad_node_alone_ends_as_one(wire: None, tmp_path: Path) -> None:
     """Both ended with 80: the cluster counted two failures, and moved a healthy node, too."""
     trouble = """
         if RANK == 1:
-            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+            raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
     """
     machines = pair(tmp_path, trouble=trouble)
     start(machines)

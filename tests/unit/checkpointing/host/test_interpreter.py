@@ -23,6 +23,13 @@ def test_a_file_in_the_working_directory_is_not_run(name: str, tmp_path: Path, m
         assert subprocess.run([sys.executable, *command[2:]], capture_output=True).returncode != 0
 
 
+def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert module_command("x") == [sys.executable, "-P", "-m", "x"]
+
+
 def test_where_the_project_lies_in_the_working_directory_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(interpreter._ROOT)
     assert module_command("checkpointing.agent", "--x") == [sys.executable, "-m", "checkpointing.agent", "--x"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.host.locking import open_lock, try_lock
-from checkpointing.host.own_files import ForeignLink, make_own_folder, open_own, private_mode
+from checkpointing.host.own_files import ForeignLink, check_own_folder, make_own_folder, open_own, private_mode
 from checkpointing.storage.durable import create_file, replace_file
 from checkpointing.storage.sidecars import LocalSidecars
 from runner.journal.journal import Journal
@@ -41,7 +41,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_a_lock_behind_a_link_is_refused(planted: Path) -> None:
-    with pytest.raises(ForeignLink, match=r"file is a link that this run has not made; remove it"):
+    with pytest.raises(ForeignLink, match=r"file is a link that this run has not made; replace it"):
         open_lock(planted)
 
 
@@ -62,9 +62,14 @@ def test_a_small_file_takes_the_place_of_a_link(planted: Path) -> None:
     assert planted.read_bytes() == b"ours" and not planted.is_symlink()
 
 
-def test_a_folder_behind_a_link_is_refused(tmp_path: Path) -> None:
+def test_a_folder_behind_a_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / ".records").symlink_to(tmp_path / "home")
+    check_own_folder(tmp_path / ".records")  # Our own may lead to another disk.
+    if os.geteuid() == 0:
+        os.chown(tmp_path / ".records", 4711, 4711, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
     with pytest.raises(ForeignLink):
         LocalSidecars(tmp_path, lambda: True).write("secret", b"x")
     assert not list((tmp_path / "home").iterdir())
@@ -76,6 +81,8 @@ def test_a_folder_behind_a_link_is_refused(tmp_path: Path) -> None:
 def test_who_may_read(umask: None, mode: int, tmp_path: Path) -> None:
     assert private_mode() == mode
     make_own_folder(tmp_path / "a" / "b", parents=True)
+    (tmp_path / "t").write_text("planted")
+    (tmp_path / "t").chmod(0o666)
     replace_file(tmp_path / "job.json", b"x", tmp_path / "t", private=True)
     assert (tmp_path / "job.json").stat().st_mode & 0o777 == mode
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == (0o700 if mode == 0o600 else 0o770)

@@ -322,18 +322,34 @@ def test_a_text_of_the_programs_own_does_not_decide_whatever_its_type(text: str)
         assert classify([of_library], finished=False, started_step=10, step=20).kind is not K.CRASHED
 
 
-def test_whose_statement_has_raised(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+def test_whose_words_an_error_has(tmp_path: Path) -> None:
+    script, file = tmp_path / "train.py", tmp_path / "error.json"
     script.write_text("def f(x):\n    raise RuntimeError(x)\ny = big @ big  # raise\n")
-    assert raised_by_program(f"{script}:2")
-    assert not raised_by_program(f"{script}:3") and not raised_by_program(f"{script}:9")
-    assert not raised_by_program(None) and not raised_by_program("<string>:1") and not raised_by_program("x")
-    # A library's, and this project's.
+    file.write_text("{}")
+    said = {line: raised_by_program("RuntimeError: x", f"{script}:{line}", file) for line in range(1, 6)}
+    assert [line for line, own in said.items() if own] == [2]
+    for error in (
+        "OutOfMemoryError: x",
+        "torch.OutOfMemoryError: x",
+        "OSError: [Errno 28] No space left",
+        "MemoryError:",
+    ):
+        assert not raised_by_program(error, f"{script}:2", file)
+    for frame in (None, "<string>:1", "x"):
+        assert not raised_by_program("RuntimeError: x", frame, file)
+    # A library's, this project's, and one that is nowhere.
     library, ours = Path(pytest.__file__), Path(classify_module.__file__)
-    for file in (library.parent.parent / "_pytest/outcomes.py", ours.with_name("failure.py")):
-        lines = file.read_text().splitlines()
+    (tmp_path / "site-packages").mkdir()
+    users = tmp_path / "site-packages" / "x.py"
+    users.write_text("raise RuntimeError\n")
+    for place in (library.parent.parent / "_pytest/outcomes.py", ours.with_name("failure.py"), users):
+        lines = place.read_text().splitlines()
         number = next(n for n, line in enumerate(lines, 1) if line.strip().startswith("raise"))
-        assert not raised_by_program(f"{file}:{number}")
+        assert not raised_by_program("RuntimeError: x", f"{place}:{number}", file)
+    assert not raised_by_program("RuntimeError: x", f"{script}:2", tmp_path / "none")
+    # What answers another exception may repeat its words.
+    file.write_text("The above exception was the direct cause of the following exception")
+    assert not raised_by_program("RuntimeError: x", f"{script}:2", file)
 
 
 def test_error_files(tmp_path: Path) -> None:

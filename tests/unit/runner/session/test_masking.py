@@ -30,6 +30,10 @@ SOUND = [
     "1e-4",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
     "HuggingFaceTB/SmolLM3-3B",
+    "en-sk-translation-corpus-v1",
+    "sk-resnet50-imagenet-v2",
+    "hf_llama3instruct8b1",
+    "hf_my_dataset_name_that_is_long_2026",
     "main",
     "https://example.org/data/Some-File-With-A-Long-Name-2026.jsonl",
 ]
@@ -51,8 +55,8 @@ def test_names_of_a_job(name: str) -> None:
 @pytest.mark.parametrize("value", VALUES)
 def test_values_that_are_secrets_whatever_they_are_called(value: str) -> None:
     secret = value.partition("://")[2].partition("@")[0] or value
-    for text in (value, f"--x {value} y", f"name={value}"):
-        assert secret not in masked(text)
+    for text in (value, f"--x {value} y", f"name={value}", f"wandb.api_key={value} lr=1"):
+        assert secret not in masked(text) and masked(masked(text)) == masked(text)
     assert secret not in JobIdentity({"job": "script x.py", "arguments": f"a {value}"}).to_json().decode()
     assert masked([value, {"x": value}]) == [masked(value), {"x": masked(value)}]
 
@@ -63,8 +67,12 @@ def test_values_of_a_job(value: str) -> None:
 
 
 def test_a_renewed_token_is_the_same_job_and_another_revision_is_not() -> None:
-    tokens = [JobIdentity({"job": "script x.py", "arguments": f"a hf_{digit * 30}"}) for digit in "1a"]
+    tokens = [JobIdentity({"job": "script x.py", "arguments": f"a hf_aB{digit * 28}"}) for digit in "12"]
     assert differences(*tokens) == []
+    for recorded in (f"wandb.api_key={digit} lr=1" for digit in "1a"):
+        job = JobIdentity({"job": "script x.py", "arguments": recorded})
+        # A record that is read back.
+        assert differences(JobIdentity.from_json(job.to_json()) or job, job) == []
     revisions = [JobIdentity({"job": "script x.py", "--revision": f"{n:02x}" + VALUES[-1][2:]}) for n in (1, 2)]
     assert len(differences(*revisions)) == 1
 

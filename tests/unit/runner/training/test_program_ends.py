@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
 from collections.abc import Callable
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
@@ -23,10 +25,16 @@ def test_the_functions_are_those_of_before_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_an_exit_at_once_becomes_an_orderly_one(status: int) -> None:
+def test_an_exit_at_once_becomes_one_that_nothing_holds_up(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared, over = list[bool](), threading.Event()
+    monkeypatch.setattr(atexit, "_clear", lambda: cleared.append(True))
+    monkeypatch.setattr(threading, "_shutdown", threading._shutdown)  # type: ignore[attr-defined]
+    threading.Thread(target=over.wait).start()
     with pytest.raises(SystemExit) as ended, heard_ends(lambda text: None):
         os._exit(status)
-    assert ended.value.code == status
+    threading._shutdown()  # type: ignore[attr-defined]
+    over.set()
+    assert ended.value.code == status and cleared == [True]
 
 
 @pytest.mark.parametrize(("status", "left"), [(0, 1), (7, 7)])
@@ -83,19 +91,18 @@ def test_in_a_child_of_the_rank_they_do_what_they_always_do() -> None:
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 
 
-def test_what_keeps_a_process_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    over, known = threading.Event(), threading.enumerate()
+def test_what_keeps_a_process_is_named() -> None:
+    over, said, known = threading.Event(), Queue[str](), threading.enumerate()
     thread = threading.Thread(target=over.wait, name="upload")
     thread.start()
-    name_what_stays(3, after_s=0.0, again_s=1000.0)
+    name_what_stays(3, said.put, after_s=0.0, again_s=10_000.0)
     try:
-        text = ""
-        while "\n" not in text:
-            text += capsys.readouterr().err
+        text = said.get(timeout=60)
     finally:
         over.set()
         thread.join()
-    assert "rank 3 has ended its program, but its process goes on: upload (" in text and "threading.py" in text
+    assert "rank 3 has ended its program, but its process goes on: " in text
+    assert "upload (" in text and "threading.py" in text
     assert [one.name for one in threading.enumerate() if one not in known] == ["process-end"]
 
 
