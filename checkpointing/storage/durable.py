@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from checkpointing.format.digest import chunks
-from checkpointing.host.own_files import ForeignLink, open_own
+from checkpointing.host.own_files import open_own
 
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 4 * 1024 * 1024
@@ -71,7 +71,7 @@ def replace_file(
     fsync_directory(path.parent)
 
 
-def create_file(path: Path, data: bytes, temporary: Path, *, private: bool = False) -> bool:
+def create_file(path: Path, data: bytes, temporary: Path) -> bool:
     """Create a small file durably, whole or not at all, unless there is one of that name.
 
     The name is given by link(2), which of several writers exactly one can do, also over NFS. `temporary` is another
@@ -84,7 +84,7 @@ def create_file(path: Path, data: bytes, temporary: Path, *, private: bool = Fal
         OSError: The disk refused.
     """
     try:
-        _write_small(temporary, data, private=private)
+        _write_small(temporary, data, private=False)
         with contextlib.suppress(FileExistsError):
             path.hardlink_to(temporary)
     finally:
@@ -95,15 +95,9 @@ def create_file(path: Path, data: bytes, temporary: Path, *, private: bool = Fal
 
 
 def _write_small(path: Path, data: bytes, *, private: bool) -> None:
-    mode = None if private else 0o666
-    try:
-        if private:
-            # One that is there may be readable by others, or belong to one of them.
-            path.unlink(missing_ok=True)
-        descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, mode)
-    except ForeignLink:
-        path.unlink(missing_ok=True)
-        descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    # What is there may be a link, or readable by others, or belong to one of them.
+    path.unlink(missing_ok=True)
+    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, None if private else 0o666)
     with open(descriptor, "wb") as file:  # noqa: PTH123 - of a descriptor
         os.ftruncate(descriptor, 0)
         file.write(data)

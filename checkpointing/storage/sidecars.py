@@ -16,8 +16,6 @@ from checkpointing.storage.object_store import ObjectStore
 
 LOCAL_RESTART_STATE = ".runner.json"
 _LOCAL_FOLDER = ".records"
-# Those that are for the user of the run alone: its secret, and the command line.
-_PRIVATE = {"secret", "job.json"}
 _RESTART_STATE = "runner.json"
 _FOLDER = "records/"
 
@@ -44,8 +42,8 @@ class Sidecars(ABC):
             self.write_restart_state(data)
 
     @abstractmethod
-    def write(self, name: str, data: bytes) -> None:
-        """Write a sidecar, or replace it."""
+    def write(self, name: str, data: bytes, *, private: bool = False) -> None:
+        """Write a sidecar, or replace it; nobody else is to read a `private` one, where storage has modes of files."""
 
     @property
     @abstractmethod
@@ -107,10 +105,10 @@ class LocalSidecars(Sidecars):
         path = self._restart_state
         replace_file(path, data, path.with_name(f"{path.name}.{os.getpid()}.tmp"))
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, *, private: bool = False) -> None:
         """Replace a file durably."""
         self._make_folder()
-        replace_file(self._folder / name, data, self._folder / f".{name}.tmp", private=name in _PRIVATE)
+        replace_file(self._folder / name, data, self._folder / f".{name}.tmp", private=private)
 
     @property
     def decides(self) -> bool:
@@ -120,8 +118,7 @@ class LocalSidecars(Sidecars):
     def create(self, name: str, data: bytes) -> bool:
         """Link a file durably."""
         self._make_folder()
-        temporary = self._folder / f".{name}.{uuid.uuid4().hex}.tmp"
-        return create_file(self._folder / name, data, temporary, private=name in _PRIVATE)
+        return create_file(self._folder / name, data, self._folder / f".{name}.{uuid.uuid4().hex}.tmp")
 
     def _make_folder(self) -> None:
         # Users who may read the checkpoints may list them, which looks here.
@@ -163,7 +160,7 @@ class ObjectSidecars(Sidecars):
         """Put `runner.json`."""
         self._store.put(_RESTART_STATE, data)
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, *, private: bool = False) -> None:
         """Put an object."""
         self._store.put(_FOLDER + name, data)
 

@@ -8,18 +8,15 @@ as Kubernetes or Slurm would.
 from __future__ import annotations
 
 import functools
-import json
 import random
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointing.format.layout import PER_RANK_PREFIXES
-from checkpointing.host.interpreter import module_command
 from runner.chaos.faults import FAULTS
 from runner.chaos.round import Round
-from runner.chaos.run_under_test import JobUnderTest, RunUnderTest
+from runner.chaos.run_under_test import JobUnderTest, RunUnderTest, stored_differences
 from runner.chaos.scene import CampaignFailed, Fault, JobPace, Locations, prepare_scene
 from runner.chaos.verdict import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Result
 from runner.journal.events import Entry
@@ -210,14 +207,10 @@ class Campaign:
 
         Flags and options are those of `runner.chaos.compare`.
         """
-        folders = (self._reference_folder, folder)
-        pairs = [json.dumps([self._locations.location(f), self._locations.local_tier(f)]) for f in folders]
-        command = module_command("runner.chaos.compare", *pairs, *flags)
-        command += [f"--{name}={value}" for name, value in options.items() if value is not None]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            return [f"the comparison failed: {done.stderr[-1000:]}"]
-        return list(json.loads(done.stdout))
+        first, second = (
+            (self._locations.location(one), self._locations.local_tier(one)) for one in (self._reference_folder, folder)
+        )
+        return stored_differences(first, second, *flags, **options)
 
 
 def _file_of(difference: str) -> str:

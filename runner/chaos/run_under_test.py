@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import psutil
 
 from checkpointing.agent.events import Event
 from checkpointing.host.environment import REHEARSAL_ENV
+from checkpointing.host.interpreter import module_command
 from runner.config.load import CONFIG_VARIABLES
 from runner.journal.events import Entry, RankStarted, RunStarted
 from runner.journal.journal import JOURNAL_NAME, JournalReader
@@ -217,6 +219,28 @@ class JobUnderTest:
     def command(self, folder: Path, *options: str) -> list[str]:
         """Return the command line of a run in a folder."""
         return runner_command(folder, *self.options, *options, script=self.program)
+
+
+def stored_differences(
+    first: tuple[str, str | None],
+    second: tuple[str, str | None],
+    *flags: str,
+    **options: float | None,
+) -> list[str]:
+    """Return what differs between the last checkpoints of two runs, in words.
+
+    Args:
+        first: Location and local tier of the first run's checkpoints.
+        second: Those of the second run.
+        flags: Of `runner.chaos.compare`, which a process of its own runs, as it loads torch.
+        options: Its options with a value; None for one that is not given.
+    """
+    command = module_command("runner.chaos.compare", json.dumps(first), json.dumps(second), *flags)
+    command += [f"--{name}={value}" for name, value in options.items() if value is not None]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        return [f"the comparison failed: {done.stderr[-1000:]}"]
+    return list(json.loads(done.stdout))
 
 
 def runner_command(folder: Path, *options: str, script: Sequence[str] = ()) -> list[str]:

@@ -156,9 +156,9 @@ def load(
     return load_config(options["config_path"], os.environ, overrides, program=program)
 
 
-def echo(text: str, *, err: bool = False) -> None:
+def echo(text: str) -> None:
     """Print a line in which names and errors of others are; see `visible`."""
-    click.echo(visible(text), err=err)
+    click.echo(visible(text))
 
 
 def table_console() -> Any:

@@ -65,7 +65,7 @@ def ensure_secret(storage: Storage) -> bytes:
     secret = read_secret(storage)
     if secret is None:
         secret = secrets.token_hex(32).encode()
-        storage.sidecars.write(RECORD_NAME, secret + b"\n")
+        storage.sidecars.write(RECORD_NAME, secret + b"\n", private=True)
     return secret
 
 

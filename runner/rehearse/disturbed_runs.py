@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +16,7 @@ from checkpointing.commit.tiers import open_tiers
 from checkpointing.format.layout import PER_RANK_PREFIXES, step_record_name
 from checkpointing.format.step_record import FIELDS, GENERATORS, first_difference
 from checkpointing.host.failpoints import FAILPOINTS_ENV, ONCE_ENV
-from checkpointing.host.interpreter import module_command
-from runner.chaos.run_under_test import JobUnderTest, RunUnderTest
+from runner.chaos.run_under_test import JobUnderTest, RunUnderTest, stored_differences
 from runner.errors import ExitCode, RunnerError
 
 # Waiting before a restart is not what is rehearsed. What differs is compared here, so that nothing ends early.
@@ -255,10 +252,7 @@ class RehearsedJob:
             number, differs = outcome.first
             outcome.difference = f"step {number} differs: {', '.join(differs)}"
             return
-        locations = [json.dumps([str(one / "checkpoints"), None]) for one in (reference, folder)]
-        command = module_command("runner.chaos.compare", *locations)
-        done = subprocess.run(command, capture_output=True, text=True)
-        differences = json.loads(done.stdout) if done.returncode == 0 else [done.stderr[-500:]]
+        differences = stored_differences((str(reference / "checkpoints"), None), (str(folder / "checkpoints"), None))
         if self._unseeded:
             differences = [text for text in differences if not text.startswith(PER_RANK_PREFIXES)]
         outcome.difference = "; ".join(differences[:3])

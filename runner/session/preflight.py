@@ -154,7 +154,7 @@ def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
     text = job.to_json()
     for storage in config.tiers.nearest_first:
         if storage.sidecars.read(identity.RECORD_NAME) != text:
-            storage.sidecars.write(identity.RECORD_NAME, text)
+            storage.sidecars.write(identity.RECORD_NAME, text, private=True)
     write_job(directory, job)
     return location_id.ensure_id(config.tiers.durable)
 

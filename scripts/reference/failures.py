@@ -24,7 +24,8 @@ def render() -> str:
             wrap(
                 "Every attempt ends in one of these classes, which the journal records as the `kind` of "
                 "`attempt_ended`. Of several failing ranks and nodes the cause counts, not what it led to. A rank's "
-                "exception belongs to the first class whose pattern matches its text."
+                "exception belongs to the first class whose pattern matches its text. What a script says by itself "
+                "names none: a `KeyError`, a `ValueError` and the like, or a `raise RuntimeError` in its own files."
             ),
             table(["class", "recognised by", "response", "exit code", "costs a restart"], rows),
             wrap(

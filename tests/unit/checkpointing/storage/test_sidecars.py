@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from chaos.stores import MemoryObjects
 
+from checkpointing.host.own_files import private_mode
 from checkpointing.storage.sidecars import LocalSidecars, ObjectSidecars, Sidecars, attempt_of
 
 
@@ -25,6 +26,13 @@ def test_a_file_is_kept_under_its_name(sidecars: Sidecars) -> None:
     sidecars.write("journal.1", b"")
     assert sidecars.sizes() == {"job.json": 4, "journal.1": 0}
     assert (sidecars.sizes("journal"), sidecars.read("job.json")) == ({"journal.1": 0}, b"two!")
+
+
+def test_a_private_file_is_its_users_alone(tmp_path: Path) -> None:
+    local = LocalSidecars(tmp_path, may_create=lambda: True)
+    for name, private in (("mine", True), ("everybodys", False)):
+        local.write(name, b"x", private=private)
+        assert (private_mode() == (tmp_path / ".records" / name).stat().st_mode & 0o777) is private
 
 
 def test_of_several_writers_one_creates_a_file(sidecars: Sidecars) -> None:

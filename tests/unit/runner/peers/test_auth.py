@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointing.host.own_files import private_mode
 from checkpointing.storage import open_storage
 from runner.errors import UsageError
 from runner.peers.auth import (
@@ -140,6 +141,7 @@ def test_the_first_node_writes_it_and_the_others_read_it(tmp_path: Path) -> None
     assert read_secret(storage) is None
     secret = ensure_secret(storage)
     assert len(secret) == 64
+    assert (tmp_path / "volume" / ".records" / RECORD_NAME).stat().st_mode & 0o777 == private_mode()
     assert ensure_secret(storage) == read_secret(open_storage(str(tmp_path / "volume"))) == secret
     assert ensure_secret(open_storage(str(tmp_path / "other"))) != secret
 
