@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from checkpointing.format.digest import chunks
-from checkpointing.host.own_files import open_own
+from checkpointing.host.own_files import ForeignLink, open_own
 
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 4 * 1024 * 1024
@@ -95,9 +95,16 @@ def create_file(path: Path, data: bytes, temporary: Path) -> bool:
 
 
 def _write_small(path: Path, data: bytes, *, private: bool) -> None:
-    # What is there may be a link, or readable by others, or belong to one of them.
-    path.unlink(missing_ok=True)
-    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, None if private else 0o666)
+    mode = None if private else 0o666
+    try:
+        if private:
+            # One that is there may be readable by others, or belong to one of them.
+            path.unlink(missing_ok=True)
+        descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, mode)
+    except ForeignLink:
+        # Only then: each call on the way to a commit is a step of its model.
+        path.unlink(missing_ok=True)
+        descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with open(descriptor, "wb") as file:  # noqa: PTH123 - of a descriptor
         os.ftruncate(descriptor, 0)
         file.write(data)
