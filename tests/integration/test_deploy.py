@@ -6,6 +6,8 @@ How each controller reacts to an exit code is tested in tests/unit/deploy, with 
 from __future__ import annotations
 
 import copy
+import functools
+import http.server
 import importlib
 import json
 import os
@@ -14,11 +16,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import botocore.session
 import kubernetes_validate
@@ -115,6 +120,7 @@ def pod(request: pytest.FixtureRequest) -> Pod:
 
 def test_every_way_of_kubernetes_is_here() -> None:
     assert [path.stem for path in KUBERNETES] == [
+        "nodes",
         "one-node",
         "one-node-spot",
         "pytorchjob",
@@ -124,7 +130,7 @@ def test_every_way_of_kubernetes_is_here() -> None:
         "spot-workers",
         "trainjob",
     ]
-    assert len(PODS) == 10 and len(JOBS) == 7 and len(SEVERAL) == 7
+    assert len(PODS) == 11 and len(JOBS) == 8 and len(SEVERAL) == 8
 
 
 @needs("kustomize")
@@ -140,31 +146,206 @@ def test_the_pod_is_written_once() -> None:
     assert with_pod == [Path("base/pod.yaml")]
     options = {path.name for path in (SOURCES / "options").iterdir()}
     used = re.findall(r"/options/([\w-]+)", "".join(path.read_text() for path in sources))
-    assert options == {*used, "host-network"}
+    assert options == {*used, "host-network", *OPTIONAL}
+
+
+def test_two_plain_nodes_need_nothing_but_jobset() -> None:
+    """The only overlay of several nodes had objects of the Prometheus operator, RDMA devices and a queue of Kueue."""
+    items = documents(SOURCES / "rendered" / "nodes.yaml")
+    assert sorted(item["kind"] for item in items) == ["JobSet", "NetworkPolicy"]
+    assert not any("labels" in item["metadata"] for item in items)
+    container = PODS["nodes-JobSet-node"].container
+    assert set(container["resources"]["limits"]) == {"memory", "nvidia.com/gpu"}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+# Options that no overlay has.
+OPTIONAL = {"exclusive-topology", "gang-scheduling", "kueue-topology", "one-gpu", "restart-in-place"}
+# Options that change the workload, so they are listed after it, and the kinds that they know.
+AFTER = {"kueue": "", "exclusive-topology": "JobSet", "gang-scheduling": "PyTorchJob"}
+
+
+def kustomize(folder: Path, workload: str, *options: str) -> list[dict[str, Any]]:
+    """The objects of a workload with options."""
+    program = find("kubectl")
+    assert program is not None
+    before = [f"options/{option}" for option in options if option not in AFTER]
+    after = [f"options/{option}" for option in options if option in AFTER]
+    paths = [os.path.relpath(SOURCES / path, folder) for path in [*before, f"workloads/{workload}", *after]]
+    kustomization = {"resources": [os.path.relpath(SOURCES / "base", folder)], "components": paths}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    done = subprocess.run([program, "kustomize", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+@functools.cache
+def plain(workload: str) -> list[dict[str, Any]]:
+    """The objects of a workload without options."""
+    with tempfile.TemporaryDirectory() as folder:
+        return kustomize(Path(folder), workload)
 
 
 @needs("kubectl")
 @pytest.mark.parametrize("option", sorted(path.name for path in (SOURCES / "options").iterdir()))
 def test_every_option_fits_every_workload(option: str, tmp_path: Path) -> None:
-    program = find("kubectl")
-    assert program is not None
     for workload in sorted(path.name for path in (SOURCES / "workloads").iterdir()):
-        components = [f"options/{option}", f"workloads/{workload}"]
         if option == "several-nodes":
             continue  # the workloads of several nodes have it
-        ordered = components[::-1] if option == "kueue" else components
-        folder = tmp_path / workload
-        folder.mkdir()
-        paths = [os.path.relpath(SOURCES / path, folder) for path in ordered]
-        kustomization = {"resources": [os.path.relpath(SOURCES / "base", folder)], "components": paths}
-        (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-        done = subprocess.run([program, "kustomize", str(folder)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        plain = (SOURCES / "rendered" / "one-node.yaml").read_text()
-        assert done.stdout != plain and "kind: NetworkPolicy" in done.stdout
+        items = kustomize(tmp_path, workload, option)
+        kinds = {item["kind"] for item in items}
+        assert "NetworkPolicy" in kinds
+        if AFTER.get(option, "") in {"", *kinds}:
+            assert items != plain(workload), f"{option} has no effect on {workload}"
+        for item in items:
+            check_pods(item)
+
+
+@needs("kubectl")
+def test_a_share_of_a_node_is_asked_for(tmp_path: Path) -> None:
+    (job,) = [item for item in kustomize(tmp_path, "job", "one-gpu") if item["kind"] == "Job"]
+    (pod,) = pods_of(job)
+    resources = pod.container["resources"]
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == 1
+    whole = PODS["one-node-Job"].container["resources"]["requests"]
+    assert int(resources["requests"]["cpu"]) * 4 <= int(whole["cpu"])
+
+
+@needs("kubectl")
+def test_nodes_are_placed_next_to_each_other(tmp_path: Path) -> None:
+    (jobset,) = [item for item in kustomize(tmp_path, "jobset", "exclusive-topology") if item["kind"] == "JobSet"]
+    assert set(jobset["metadata"]["annotations"]) == {"alpha.jobset.sigs.k8s.io/exclusive-topology"}
+    (jobset,) = [item for item in kustomize(tmp_path, "jobset", "kueue-topology", "kueue") if item["kind"] == "JobSet"]
+    template = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    assert "kueue.x-k8s.io/podset-preferred-topology" in template["metadata"]["annotations"]
+    assert jobset["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "training"}
+    items = kustomize(tmp_path, "pytorchjob-nodes", "gang-scheduling")
+    (job,) = [item for item in items if item["kind"] == "PyTorchJob"]
+    assert problems(job, "pytorchjobs.yaml") == []
+    nodes = sum(replica["replicas"] for replica in job["spec"]["pytorchReplicaSpecs"].values())
+    assert job["spec"]["runPolicy"]["schedulingPolicy"]["minAvailable"] == nodes
+
+
+@needs("kubectl")
+def test_a_container_restarts_in_place_only_where_the_node_is_fine(tmp_path: Path) -> None:
+    (job,) = [item for item in kustomize(tmp_path, "job", "restart-in-place") if item["kind"] == "Job"]
+    (pod,) = pods_of(job)
+    (rule,) = pod.container["restartPolicyRules"]
+    counted = {code for code, row in documented().items() if row["Job, JobSet, Trainer 2"] == "again, counts"}
+    assert set(rule["exitCodes"]["values"]) == counted - {ExitCode.BAD_NODE}
+    # The Job's rules still apply to what ends the pod.
+    assert pod.spec["restartPolicy"] == pod.container["restartPolicy"] == "Never"
+
+
+def test_the_last_lines_are_the_termination_message(pod: Pod) -> None:
+    """`kubectl describe pod` said Error and nothing else."""
+    assert pod.container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+class Cluster(http.server.BaseHTTPRequestHandler):
+    """As much of an API server as `kubectl get`, `cordon` and `label` ask for."""
+
+    objects: ClassVar[dict[str, dict[str, Any]]] = {}
+    patched: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        kinds = [
+            {"name": name, "kind": kind, "namespaced": kind == "Pod", "verbs": ["get", "list", "patch"]}
+            for name, kind in (("pods", "Pod"), ("nodes", "Node"))
+        ]
+        answers: dict[str, dict[str, Any]] = {
+            "/api": {"kind": "APIVersions", "versions": ["v1"]},
+            "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+            "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": kinds},
+            **self.objects,
+        }
+        if path == "/api/v1/namespaces/training/pods":
+            asked = {key: value for key, (value,) in urllib.parse.parse_qs(query).items()}
+            assert asked["labelSelector"] == "app.kubernetes.io/name=runner,!runner-cordoned"
+            assert asked["fieldSelector"] == "status.phase=Failed"
+            pods = [item for item in self.objects.values() if item["kind"] == "Pod"]
+            new = [pod for pod in pods if "runner-cordoned" not in pod["metadata"]["labels"]]
+            answers[path] = {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": new}
+        self.answer(answers.get(path))
+
+    def do_PATCH(self) -> None:
+        path = self.path.partition("?")[0]
+        change = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.patched.append((path, change))
+        self.objects[path]["metadata"].setdefault("labels", {}).update(change.get("metadata", {}).get("labels", {}))
+        self.answer(self.objects[path])
+
+    def answer(self, body: dict[str, Any] | None) -> None:
+        text = json.dumps(body or {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404}).encode()
+        self.send_response(200 if body else 404)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@needs("kubectl")
+def test_nodes_of_pods_that_ended_with_80_are_cordoned_once(tmp_path: Path) -> None:
+    """The Job's next pod came back to the same node."""
+    ends = {"pod-a": (80, "bad-node"), "pod-b": (75, "good-node"), "pod-c": (180, "other-node")}
+    for name, (code, node) in ends.items():
+        labels = {"app.kubernetes.io/name": "runner"}
+        Cluster.objects[f"/api/v1/namespaces/training/pods/{name}"] = {
+            "kind": "Pod",
+            "apiVersion": "v1",
+            "metadata": {"name": name, "namespace": "training", "labels": labels},
+            "spec": {"nodeName": node, "containers": [{"name": "runner"}]},
+            "status": {
+                "phase": "Failed",
+                "containerStatuses": [{"name": "runner", "state": {"terminated": {"exitCode": code}}}],
+            },
+        }
+        Cluster.objects[f"/api/v1/nodes/{node}"] = {
+            "kind": "Node",
+            "apiVersion": "v1",
+            "metadata": {"name": node},
+            "spec": {},
+        }
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Cluster)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    options = [f"--server=http://127.0.0.1:{server.server_port}", "--namespace=training"]
+    # The options of `kubectl get`; the other commands find the server in the configuration.
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": ""}}],
+        "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+    }
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "KUBECONFIG": str(tmp_path / "config"), "HOME": str(tmp_path)}
+    script = str(SOURCES / "cordon-bad-nodes")
+    try:
+        for _ in range(2):
+            subprocess.run(["sh", script, "--once", *options], env=environment, check=True, timeout=60)
+    finally:
+        server.shutdown()
+        server.server_close()
+    cordon, label = Cluster.patched
+    assert cordon == ("/api/v1/nodes/bad-node", {"spec": {"unschedulable": True}})
+    assert label[0] == "/api/v1/namespaces/training/pods/pod-a"
 
 
 # -- schemas -----------------------------------------------------------------------------------------------------------
+
+
+def check_pods(document: dict[str, Any]) -> None:
+    """The schema of a custom object does not look into the templates; those of Kubernetes do."""
+    for pod in pods_of(document):
+        if pod.job is not None:
+            wrapped = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": pod.job}
+        else:
+            wrapped = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod.spec}
+        kubernetes_validate.validate(wrapped, KUBERNETES_VERSION, strict=True)
 
 
 @pytest.mark.parametrize("path", [*KUBERNETES, *STORAGE], ids=lambda path: f"{path.parent.name}-{path.name}")
@@ -172,13 +353,16 @@ def test_kubernetes_own_objects_are_valid(path: Path) -> None:
     for document in documents(path):
         if document["kind"] in ("Job", "NetworkPolicy", "PersistentVolumeClaim"):
             kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
-        for pod in pods_of(document):
-            # The schema of a custom object does not look into the templates; those of Kubernetes do.
-            if pod.job is not None:
-                wrapped = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": pod.job}
-            else:
-                wrapped = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod.spec}
-            kubernetes_validate.validate(wrapped, KUBERNETES_VERSION, strict=True)
+        check_pods(document)
+
+
+def test_a_disk_is_made_where_its_pod_can_run() -> None:
+    """Bound at once, the two claims may be in two zones, and no node has both."""
+    (storage,) = documents(SOURCES / "storage" / "class" / "storage-class.yaml")
+    kubernetes_validate.validate(storage, KUBERNETES_VERSION, strict=True)
+    assert storage["volumeBindingMode"] == "WaitForFirstConsumer" and storage["reclaimPolicy"] == "Retain"
+    own = documents(SOURCES / "storage" / "one-node" / "claims.yaml")
+    assert {claim["spec"]["storageClassName"] for claim in own} == {storage["metadata"]["name"]}
 
 
 def test_the_schemas_find_a_misspelt_field() -> None:
@@ -761,6 +945,30 @@ def test_every_claim_can_be_made(pod: Pod) -> None:
         assert CLAIMS[claim]["accessModes"] == [
             "ReadWriteOnce" if pod not in SEVERAL.values() and claim != "aim-runs" else "ReadWriteMany"
         ]
+
+
+# -- docker run --------------------------------------------------------------------------------------------------------
+
+
+def docker_commands() -> dict[str, list[str]]:
+    """The commands of the documents that start a run in the image."""
+    pages = [DEPLOY / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    lines = [line for page in pages for line in page.read_text().splitlines() if line.startswith("docker run ")]
+    return {line: shlex.split(line, comments=True) for line in lines}
+
+
+def test_docker_waits_for_the_last_checkpoint_and_has_shared_memory() -> None:
+    """`docker stop` killed the run 10 s later, workers had 64 MB of /dev/shm, and /data belonged to root."""
+    commands = docker_commands()
+    assert commands
+    for line, words in commands.items():
+        assert any(word.startswith("--shm-size=") or word == "--ipc=host" for word in words), line
+        (timeout,) = [int(word.partition("=")[2]) for word in words if word.startswith("--stop-timeout=")]
+        assert grace(words) + MARGIN_S <= timeout, line
+        options = start.make_context("start", words[words.index("start") + 1 :]).params
+        (volume,) = [words[i + 1] for i, word in enumerate(words) if word == "-v"]
+        assert Path(str(options["output_dir"])).is_relative_to(volume.partition(":")[2]), line
+    assert "install --directory --owner=1000" in (DEPLOY / "README.md").read_text()
 
 
 # -- the Dockerfile ----------------------------------------------------------------------------------------------------
