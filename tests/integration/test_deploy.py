@@ -428,10 +428,18 @@ def test_nodes_of_aws_batch_find_the_main_one() -> None:
     assert main["container"]["command"] == others["container"]["command"]
 
 
+def resubmit_rules(folder: Path, *arguments: str) -> list[list[str]]:
+    """The calls of `aws` that the script makes."""
+    folder.mkdir(exist_ok=True)
+    said = folder / "said"
+    program(folder / "aws", f"printf '%s\\0' \"$@\" >>{said}; echo >>{said}")
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    subprocess.run(["sh", str(DEPLOY / "aws-batch" / "resubmit-rules"), *arguments], env=environment, check=True)
+    return [call.split("\0") for call in said.read_text().split("\0\n") if call]
+
+
 def test_a_job_that_has_spent_its_attempts_is_submitted_again() -> None:
     pattern, targets = batch("resubmit-pattern"), batch("resubmit-targets")
-    assert_takes("events", "PutRule", {"Name": "resubmit", "EventPattern": json.dumps(pattern)})
-    assert_takes("events", "PutTargets", {"Rule": "resubmit", "Targets": targets})
     again = {code for code, row in documented().items() if row["AWS Batch"] == "again"}
     # What a user has terminated has the user's reason; a machine that is gone has no exit code.
     exited, gone = pattern["detail"]["$or"]
@@ -440,7 +448,44 @@ def test_a_job_that_has_spent_its_attempts_is_submitted_again() -> None:
     assert gone == {"statusReason": [{"prefix": "Host EC2"}]}
     # A strategy here would replace that of the definition, with its conditions: 78 would be tried ten times.
     assert set(targets[0]["BatchParameters"]) == {"JobDefinition", "JobName"}
-    assert targets[0]["BatchParameters"]["JobName"] == pattern["detail"]["jobName"][0]
+
+
+@pytest.mark.parametrize("name", ["train", "train-nodes"])
+def test_a_job_is_not_submitted_again_for_ever(name: str, tmp_path: Path) -> None:
+    """One rule submitted the job under its own name, which the rule matched again."""
+    calls = resubmit_rules(tmp_path / "put", "put", name, "3")
+    patterns, targets = {}, {}
+    for _, operation, *options in calls:
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        if operation == "put-rule":
+            patterns[given["--name"]] = pattern = json.loads(given["--event-pattern"])
+            assert_takes("events", "PutRule", {"Name": given["--name"], "EventPattern": json.dumps(pattern)})
+        else:
+            targets[given["--rule"]] = target = json.loads(given["--targets"])
+            assert_takes("events", "PutTargets", {"Rule": given["--rule"], "Targets": target})
+    chain = {}
+    for rule, pattern in patterns.items():
+        if "again" in rule:
+            (job,) = pattern["detail"]["jobName"]
+            chain[job] = targets[rule][0]["BatchParameters"]
+    follow, names = f"{name}-0", []
+    while follow in chain:
+        assert len(names) < 4
+        names.append(follow)
+        assert chain[follow]["JobDefinition"] == name
+        follow = chain[follow]["JobName"]
+    assert [*names, follow] == [f"{name}-{number}" for number in range(4)] and len(names) == len(chain)
+    # Its end is reported, and so is one that no start would change.
+    last, final = patterns[f"{name}-ended"]["detail"]["$or"]
+    assert last == {"jobName": [follow]} and final["jobName"] == [{"prefix": f"{name}-"}]
+    assert set(final["container"]["exitCode"]) == {
+        code for code, row in documented().items() if row["AWS Batch"] == "fail"
+    }
+    removed = resubmit_rules(tmp_path / "remove", "remove", name, "3")
+    deleted = {call[call.index("--name") + 1] for call in removed if "delete-rule" in call}
+    emptied = {call[call.index("--rule") + 1]: call[call.index("--ids") + 1] for call in removed if "--ids" in call}
+    assert deleted == set(patterns)
+    assert emptied == {rule: target[0]["Id"] for rule, target in targets.items()}
 
 
 @needs("systemd-analyze")

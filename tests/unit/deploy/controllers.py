@@ -328,7 +328,8 @@ class Batch(Whole):
         self._strategy = definition["retryStrategy"]
         exited, gone = pattern["detail"]["$or"]
         self._again, self._gone = set(exited["container"]["exitCode"]), gone["statusReason"][0]["prefix"]
-        self._attempts = 1
+        (times,) = re.findall(r"times=\$\{3:-(\d+)\}", read(folder / "resubmit-rules"))
+        self._attempts, self._submissions_left = 1, int(times)
 
     def action(self, code: int, reason: str = "Essential container in task exited") -> str:
         """[B1]"""
@@ -369,9 +370,11 @@ class Batch(Whole):
         if self.action(code, reason) == "EXIT":
             return Verdict(outcome=f"exit code {code}")
         if self._attempts >= self._strategy["attempts"]:
-            if code not in self._again and not reason.startswith(self._gone):
+            again = code in self._again or reason.startswith(self._gone)
+            if not again or not self._submissions_left:
                 return Verdict(outcome="failures spent")
             self._attempts = 0
+            self._submissions_left -= 1
         self._attempts += 1
         return Verdict(self._all_again(60.0, elsewhere=True))
 

@@ -22,6 +22,7 @@ from unit.deploy.controllers import (
     PLATFORMS,
     RENDERED,
     Controller,
+    End,
     KubernetesJobs,
     pod_failure_action,
 )
@@ -210,6 +211,17 @@ def test_the_model_finds_nodes_that_do_not_wait_long_enough() -> None:
         return controller
 
     assert stuck_or_lost(hasty) > stuck_or_lost(jobset)
+
+
+def test_a_job_of_batch_has_an_end() -> None:
+    """The rule submitted it again without a limit; a run whose storage stays away was paid for until someone looked."""
+    for platform in ("AWS Batch", "AWS Batch, nodes"):
+        controller = PLATFORMS[platform]()
+        starts = 1
+        while controller.ended(End(0, int(ExitCode.STORAGE_FAILED))).outcome is None:
+            starts += 1
+            assert starts <= 1000
+        assert starts == 100
 
 
 def test_a_term_that_was_not_handled_is_a_kill() -> None:
