@@ -666,6 +666,73 @@ def test_skypilot_decides_as_documented(code: int, tmp_path: Path) -> None:
 
 
 SHELLS = [shell for shell in ("dash", "bash") if find(shell)]
+DSTACK = DEPLOY / "dstack" / "train.dstack.yml"
+
+
+@needs("dstack")
+def test_dstack_takes_the_task_and_retries_lost_machines_alone() -> None:
+    """Against dstack's own models, where it is installed; it was with 0.22.5 on 2026-11-29."""
+    configurations = importlib.import_module("dstack._internal.core.models.configurations")
+    runs = importlib.import_module("dstack._internal.core.models.runs")
+    task = configurations.parse_run_configuration(yaml.safe_load(DSTACK.read_text()))
+    assert task.nodes == 2 and task.resources.gpu.count.min == 8
+    reasons = runs.JobTerminationReason
+    assert reasons.INTERRUPTED_BY_NO_CAPACITY.to_retry_event() in task.retry.on_events
+    assert reasons.CONTAINER_EXITED_WITH_ERROR.to_retry_event() not in task.retry.on_events
+
+
+def dstack_task(shell: str, folder: Path, runner: str, **variables: str) -> subprocess.Popen[bytes]:
+    """The task's command with this runner; `starts` in the folder has a line for each start."""
+    task = yaml.safe_load(DSTACK.read_text())
+    assert task["entrypoint"] == "sh -c"
+    program(folder / "runner", f'echo "$@" >>{folder}/starts\n{runner}')
+    environment = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "CHECKPOINTS": "s3://b/r",
+        "DSTACK_NODES_NUM": "2",
+        "DSTACK_NODE_RANK": "1",
+        "DSTACK_GPUS_PER_NODE": "8",
+        "DSTACK_MASTER_NODE_IP": "10.0.0.7",
+        **variables,
+    }
+    return subprocess.Popen([shell, "-c", *task["commands"]], env=environment)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("code", [*ExitCode, KILLED[0]])
+def test_dstack_decides_as_documented(shell: str, code: int, tmp_path: Path) -> None:
+    ending = f"exit {int(code)}" if code < 128 else "kill -KILL $$"
+    first = f"[ $(wc -l <{tmp_path}/starts) -gt 1 ] && exit 0\n{ending}"
+    ended = dstack_task(shell, tmp_path, first, PAUSE="0").wait(30)
+    starts = (tmp_path / "starts").read_text().splitlines()
+    said = "again" if len(starts) == 2 and ended == 0 else "complete" if ended == 0 else "fail"
+    if said == "again" and code != ExitCode.PREEMPTED:
+        assert dstack_task(shell, tmp_path, ending, PAUSE="0", MAX_FAILURES="0").wait(30) == code
+        said = "again, counts"
+    assert said == documented()[int(code)]["dstack"]
+    command, *arguments = starts[0].split()
+    options = start.make_context("start", list(arguments)).params
+    assert command == "start" and options["config_path"] == "/opt/runner/configs/smollm3-3b.yaml"
+    # It is killed 10 s after the interrupt.
+    assert "10.0.0.7:29500" in arguments and grace(arguments) + MARGIN_S <= 10
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_stop_of_dstack_reaches_the_runner_once(shell: str, tmp_path: Path) -> None:
+    """Its agents signal the shell or its process group; a second signal would end the runner at once."""
+    runner = f"""trap 'echo stopped >>{tmp_path}/said' TERM INT
+        echo started >>{tmp_path}/said
+        until grep -q stopped {tmp_path}/said; do sleep 0.05; done
+        sleep 0.5
+        exit 75"""
+    process = dstack_task(shell, tmp_path, runner)
+    wait_for(tmp_path / "said", "started")
+    for child in psutil.Process(process.pid).children(recursive=True):
+        assert os.getpgid(child.pid) != os.getpgid(process.pid)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 75
+    assert (tmp_path / "said").read_text().split() == ["started", "stopped"]
+    assert len((tmp_path / "starts").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("shell", SHELLS)

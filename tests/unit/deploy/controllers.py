@@ -17,6 +17,8 @@ Sources, by the letter that the code refers to:
 [S1] systemd.service(5), systemd.unit(5): RestartPreventExitStatus, RestartForceExitStatus, Restart; StartLimitBurst.
 [L1] srun(1): the highest exit code of its tasks, 128 + the signal for one that was killed; sbatch(1) --requeue.
 [L2] sbatch(1) and srun(1) --no-kill: a node that fails ends neither the job nor the step.
+[D1] dstack 0.22.5 dstack/_internal/core/models/runs.py JobTerminationReason.to_retry_event: any exit code but 0 is an
+     `error`, the end of a spot machine an `interruption`; server/.../runs/active.py: `duration` begins with each start.
 [P1] SkyPilot 0.14.1 sky/jobs/recovery_strategy.py and sky/backends/task_codegen.py: one node's listed code restarts
      all; the others are ended with the first that fails, and count as 137.
 """
@@ -473,6 +475,24 @@ class SkyPilot(Whole):
         return "again" if self.said(code) in self._again else "fail"
 
 
+class Dstack:
+    """A task: its command starts the runner again, and dstack [D1] all nodes when a spot machine is gone."""
+
+    def __init__(self) -> None:
+        (task,) = documents(DEPLOY / "dstack" / "train.dstack.yml")
+        # With `error`, 78 would be tried for ever.
+        assert set(task["retry"]["on_events"]) == {"no-capacity", "interruption"} and task["spot_policy"] == "spot"
+        (script,) = task["commands"]
+        cases = re.findall(r"^\s+([\d| ]+)\) .*;;", script, re.MULTILINE)
+        again, counted = ({int(word) for word in case.split("|")} for case in cases)
+        self._again, self._counted = again, counted
+
+    def decision(self, code: int) -> str:
+        if code == 0:
+            return "complete"
+        return "again" if code in self._again else "again, counts" if code in self._counted else "fail"
+
+
 PLATFORMS: dict[str, Callable[[], Any]] = {
     "Job": lambda: KubernetesJobs(1, "one-node"),
     "Job, spot": lambda: KubernetesJobs(1, "one-node-spot"),
@@ -496,5 +516,6 @@ COLUMNS: dict[str, Callable[[], Any]] = {
     "AWS Batch": PLATFORMS["AWS Batch"],
     "systemd": PLATFORMS["systemd"],
     "SkyPilot": PLATFORMS["SkyPilot"],
+    "dstack": Dstack,
     "Slurm": PLATFORMS["Slurm"],
 }
