@@ -150,6 +150,15 @@ def test_the_pod_is_written_once() -> None:
     assert options == {*used, "host-network", *OPTIONAL}
 
 
+def test_the_folders_are_those_that_the_readme_lists() -> None:
+    text = (DEPLOY / "README.md").read_text()
+    listed = text[text.index("      base/") : text.index("      rendered/")]
+    for folder in ("options", "workloads"):
+        for path in (SOURCES / folder).iterdir():
+            assert re.search(rf"[ \n]{path.name}\b(?!-)", listed), path
+    assert all(f"overlays/{path.stem}" in text or f"`{path.stem}`" in text for path in KUBERNETES)
+
+
 def test_two_plain_nodes_need_nothing_but_jobset() -> None:
     """The only overlay of several nodes had objects of the Prometheus operator, RDMA devices and a queue of Kueue."""
     items = documents(SOURCES / "rendered" / "nodes.yaml")
@@ -468,7 +477,8 @@ def test_a_job_is_not_submitted_again_for_ever(name: str, tmp_path: Path) -> Non
         if "again" in rule:
             (job,) = pattern["detail"]["jobName"]
             chain[job] = targets[rule][0]["BatchParameters"]
-    follow, names = f"{name}-0", []
+    follow = f"{name}-0"
+    names: list[str] = []
     while follow in chain:
         assert len(names) < 4
         names.append(follow)
