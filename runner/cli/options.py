@@ -58,11 +58,13 @@ _CONFIG_OPTIONS = [
         metavar="N|MIN:MAX",
         help="Number of nodes, or the smallest and the largest number with which to train (default: 1).",
     ),
-    click.option("--node-rank", type=int, metavar="N", help="Rank of this node, from 0 (default: 0)."),
+    click.option(
+        "--node-rank", type=int, metavar="N", help="Rank of this node, from 0; each of several nodes needs its own."
+    ),
     click.option(
         "--rdzv-backend",
-        type=click.Choice(["c10d", "etcd-v2"]),
-        help="How the ranks of several nodes meet, as in torchrun (default: c10d); see launch.rdzv_backend.",
+        type=click.Choice(["c10d", "static"]),
+        help="Accepted as in torchrun, without effect: the runners know the nodes; see launch.rdzv_backend.",
     ),
     click.option(
         "--rdzv-endpoint",

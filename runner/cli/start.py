@@ -118,6 +118,7 @@ def start(
     stop.count_signals()
 
     from runner.boot import FOLLOWS_ENV, Boot
+    from runner.config.checks import check_has_rank
     from runner.journal.attempts import Job
     from runner.session.preflight import starting_point
 
@@ -127,6 +128,7 @@ def start(
     if metrics_port is not None:
         run["settings"] = (*run["settings"], f"monitoring.port={metrics_port}")
     program, config = load_program(run, restart)
+    check_has_rank(config)
     if debug:
         config, resume, overwrite = _scaled_down(config, program, resume), "never", True
     follows = os.environ.pop(FOLLOWS_ENV, None) is not None

@@ -91,7 +91,6 @@ def _check_storage(config: Config) -> None:
         _ = config.launch.peer_address
     except ValueError as error:
         raise _Refused("launch.rdzv_endpoint", str(error)) from None
-    _check_etcd(config)
     try:
         _ = config.tiers
     except ValueError as error:
@@ -102,20 +101,6 @@ def _check_storage(config: Config) -> None:
         _ = config.checkpoint.memory_limit_bytes
     except ValueError as error:
         raise _Refused("checkpoint.memory_limit", f"checkpoint.memory_limit: {error}") from None
-
-
-def _check_etcd(config: Config) -> None:
-    launch, key = config.launch, "launch.rdzv_backend"
-    if launch.rdzv_backend != "etcd-v2":
-        return
-    if launch.rdzv_endpoint is None or launch.master_addr is None:
-        raise _Refused(
-            key,
-            f"{key}=etcd-v2 needs --rdzv-endpoint, the host and port of the etcd server, and --master-addr, the first "
-            "node's host",
-        )
-    if importlib.util.find_spec("etcd") is None:
-        raise _Refused(key, f"{key}=etcd-v2 needs the package python-etcd; pip install 'resilient-training[etcd]'")
 
 
 def _check_data_paths(config: Config, *, needs_data: bool) -> None:
@@ -330,6 +315,16 @@ def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
             "ranks; check --nnodes, WORLD_SIZE and --nproc-per-node"
         )
     return nnodes, nproc
+
+
+def check_has_rank(config: Config) -> None:
+    """Refuse to be one of several nodes without a rank, which all of them would be in one folder; raises UsageError."""
+    launch = config.launch
+    if launch.nnodes > 1 and "node_rank" not in launch.model_fields_set:
+        raise UsageError(
+            f"this is one of {launch.nnodes} nodes (--nnodes, PET_NNODES), and nothing says which: give each its own "
+            "--node-rank, from 0 (variables PET_NODE_RANK, RANK); elastic PyTorchJobs set none"
+        )
 
 
 def check_same_nnodes(own: int, leaders: int) -> None:

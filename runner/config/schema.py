@@ -216,14 +216,12 @@ class LaunchConfig(Section):
     world_size: int | None = Field(default=None, ge=1, examples=[16])
     """Number of ranks on all nodes (variable WORLD_SIZE). Determines `nnodes` if nobody has said that."""
     rdzv_endpoint: str | None = Field(default=None, examples=["node0:29500"])
-    """Rendezvous endpoint of the nodes, host:port. Without it `master_addr`:`master_port`, or a free local port on one
-    node. With `etcd-v2` that of the etcd server."""
-    rdzv_backend: Literal["c10d", "etcd-v2"] = "c10d"
-    """How the ranks of several nodes meet, as in torchrun. `c10d` needs nothing: the leader keeps the store.
-    `etcd-v2` uses an etcd server (3.4 or 3.5 with `--enable-v2`) and the package python-etcd; the runners themselves
-    still communicate with the leader, at `master_addr`:`master_port` + 1."""
+    """Rendezvous endpoint of the nodes, host:port. Without it `master_addr`:`master_port`."""
+    rdzv_backend: Literal["c10d", "static"] = "c10d"
+    """Accepted because operators set it for torchrun; both are the same here. The runners know the nodes of an attempt,
+    and their ranks meet at a store that the leader keeps."""
     master_addr: str | None = Field(default=None, examples=["node0"])
-    """Host of the rendezvous on several nodes, if `rdzv_endpoint` is not set or is that of an etcd server."""
+    """Host of the rendezvous on several nodes, if `rdzv_endpoint` is not set."""
     master_port: int = Field(default=29500, ge=1, le=65535)
     """Port of the rendezvous on several nodes, if `rdzv_endpoint` is not set."""
     peer_port: int | None = Field(default=None, ge=1, le=65535, examples=[29501])
@@ -254,33 +252,14 @@ class LaunchConfig(Section):
     @property
     def endpoint(self) -> str:
         """Rendezvous endpoint of several nodes, host:port."""
-        return self.rdzv_endpoint or self._first_node
-
-    @property
-    def _first_node(self) -> str:
-        return f"{self.master_addr or 'localhost'}:{self.master_port}"
-
-    def rendezvous(self, nnodes: int, host: str = "") -> tuple[str, str | None]:
-        """Return the endpoint, host:port, and the address of this node for the others; None for torchrun's choice.
-
-        The host is that of the node that leads, if that is another one than configured.
-        """
-        # A single node uses loopback: no other host may connect, and a pod's name may not resolve.
-        own = "127.0.0.1" if nnodes == 1 else self.local_addr
-        if self.rdzv_backend != "c10d" and nnodes > 1:
-            return self.endpoint, own
-        if host:
-            shown = f"[{host}]" if ":" in host else host
-            return f"{shown}:{self.rendezvous_address[1]}", own
-        return self.endpoint if nnodes > 1 or self.rdzv_endpoint else "localhost:0", own
+        return self.rdzv_endpoint or f"{self.master_addr or 'localhost'}:{self.master_port}"
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:
         """Host and port of the first node, where its ranks and runners are reached."""
-        endpoint = self.endpoint if self.rdzv_backend == "c10d" else self._first_node
-        host, _, port = endpoint.rpartition(":")
+        host, _, port = self.endpoint.rpartition(":")
         if not host or not port.isdigit():
-            host, port = endpoint.rstrip(":"), str(self.master_port)
+            host, port = self.endpoint.rstrip(":"), str(self.master_port)
         return host.strip("[]"), int(port)
 
     @property

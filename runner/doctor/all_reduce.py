@@ -152,7 +152,7 @@ def main() -> None:
     }
     measured: list[Any] = [None] * world_size
     dist.all_gather_object(measured, mine)
-    # The rendezvous orders the nodes arbitrarily, so every node writes the file.
+    # Each node reads its own.
     if int(os.environ["LOCAL_RANK"]) == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:  # noqa: PTH123
             json.dump({"backend": dist.get_backend(), "ranks": measured}, file)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -33,19 +34,15 @@ def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Findi
     launch = config.launch
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
-        endpoint, own = launch.rendezvous(nnodes)
+        # Not torchrun's c10d, which unpickles what strangers write to its store.
+        host, port = launch.rendezvous_address if nnodes > 1 else ("127.0.0.1", _free_port())
         command = [
             *module_command("torch.distributed.run", "--nnodes", str(nnodes), "--nproc-per-node", str(nproc)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "runner-doctor"),
-            *(["--local-addr", own] if own else []),
+            *("--rdzv-backend", "static", "--rdzv-conf", f"timeout={launch.rendezvous_timeout_s:.0f}"),
+            *("--node-rank", str(launch.node_rank), "--master-addr", host, "--master-port", str(port)),
+            *("-m", "runner.doctor.all_reduce", str(answer)),
         ]
-        limit_s = _TRIAL_S
-        if nnodes > 1:
-            limit_s += launch.rendezvous_timeout_s
-            is_host = "true" if launch.node_rank == 0 else "false"
-            patience = f"timeout={launch.rendezvous_timeout_s:.0f},join_timeout={launch.rendezvous_timeout_s:.0f}"
-            command += ["--rdzv-conf", f"is_host={is_host},{patience}"]
-        command += ["-m", "runner.doctor.all_reduce", str(answer)]
+        limit_s = _TRIAL_S + (launch.rendezvous_timeout_s if nnodes > 1 else 0)
         # A scheduler may set RANK and the like for the runner; torchrun sets its own for the ranks.
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -56,6 +53,12 @@ def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Findi
             yield fail("all-reduce", error, _NETWORK)
         else:
             yield from judge(json.loads(answer.read_text()))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def judge(measured: Mapping[str, Any]) -> Iterator[Finding]:

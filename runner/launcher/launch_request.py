@@ -11,14 +11,16 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from checkpointing.agent.protocol import Message
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from runner.config.load import TORCHRUN_VARIABLES
-from runner.config.schema import Config
+from runner.config.schema import Config, LaunchConfig
 from runner.journal.attempts import AttemptSpec, Job
 from runner.journal.run_directory import RunDirectory
+from runner.launcher.rendezvous import Meeting
 from runner.program.program import Program
 from runner.system.processes import PRELOAD_ENV, RUN_ID_ENV
 
@@ -36,6 +38,7 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 EVERYTHING = ("transformers.trainer", "datasets", "trl.trainer.sft_trainer", "runner.training.job", _HOOKS)
 _OF_TRAINER = ("transformers.trainer", "datasets", "checkpointing.transformers", _HOOKS)
 _OF_LOOP = ("checkpointing.manager.manager",)
+_LOOPBACK = "127.0.0.1"
 
 
 def modules_to_preload(program: Program | None) -> tuple[str, ...]:
@@ -170,19 +173,12 @@ def launch_request(
     """
     launch = config.launch
     settings = _rank_settings(spec, config=config, job=job, agent_socket=agent_socket)
-    # A run that may have several nodes uses their addresses also while it has one.
-    endpoint, own = launch.rendezvous(spec.run_nodes, spec.leader_host)
     return {
         "run_id": run_id,
         "attempt": spec.attempt,
         "nnodes": spec.nnodes,
-        "may_have_several": spec.run_nodes > 1,
         "nproc_per_node": nproc,
-        "rdzv_backend": launch.rdzv_backend if spec.run_nodes > 1 else "c10d",
-        "rdzv_endpoint": endpoint,
-        "is_host": launch.node_rank == spec.leader,
-        "local_addr": own,
-        "join_timeout_s": launch.rendezvous_timeout_s,
+        "meeting": asdict(_meeting(spec, launch)),
         "cold": cold,
         "log_dir": str(log_dir),
         "spec": {
@@ -200,6 +196,23 @@ def launch_request(
             "program": job.program.to_json() if job.program is not None else None,
         },
     }
+
+
+def _meeting(spec: AttemptSpec, launch: LaunchConfig) -> Meeting:
+    timeout_s = launch.rendezvous_timeout_s
+    if spec.run_nodes == 1:
+        # Loopback: no other host may connect, and a pod's name may not resolve.
+        return Meeting(_LOOPBACK, 0, is_host=True, bind=_LOOPBACK, place=0, nnodes=1, timeout_s=timeout_s)
+    host, port = launch.rendezvous_address
+    return Meeting(
+        spec.leader_host or host,
+        port,
+        is_host=launch.node_rank == spec.leader,
+        bind=(spec.leader_host or launch.peer_bind) if launch.peer_bind is not None else None,
+        place=sorted(spec.nodes).index(launch.node_rank),
+        nnodes=spec.nnodes,
+        timeout_s=timeout_s,
+    )
 
 
 def preparation(config: Config, directory: RunDirectory) -> dict[str, str]:

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
-from runner.launcher.rendezvous import await_store, listen_on_loopback_only, meet_at_once, watch_briefly
+from runner.launcher.rendezvous import BACKEND
 from runner.system import processes
 
 PRELOAD = ["runner.training.preload"]
@@ -41,8 +41,6 @@ PRELOAD = ["runner.training.preload"]
 _SHUTDOWN_TIMEOUT_S = 30
 # Seconds between torchrun's polls of its ranks; a death wakes it at once.
 _MONITOR_INTERVAL_S = 5.0
-# Seconds between the keepalives of a rendezvous of one node, which nothing reads.
-_KEEP_ALIVE_ALONE_S = 60
 
 
 class Signal:
@@ -268,6 +266,8 @@ def _launch(request: Message) -> Message:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from runner.launcher.known_nodes import register
+
     log_dir = Path(request["log_dir"])
     shutil.rmtree(log_dir, ignore_errors=True)
     try:
@@ -286,25 +286,15 @@ def _launch(request: Message) -> Message:
         nproc_per_node=request["nproc_per_node"],
         # A fresh id for every attempt: no key of an earlier one can match.
         run_id=f"{request['run_id']}-{request['attempt']}",
-        rdzv_backend=request["rdzv_backend"],
-        rdzv_endpoint=request["rdzv_endpoint"],
-        rdzv_configs={"is_host": request["is_host"], "timeout": int(request["join_timeout_s"])}
-        if request["may_have_several"]
-        else {"keep_alive_interval": _KEEP_ALIVE_ALONE_S},
-        local_addr=request["local_addr"],
+        rdzv_backend=BACKEND,
+        rdzv_configs=request["meeting"],
         max_restarts=0,
         monitor_interval=_MONITOR_INTERVAL_S,
         start_method="spawn" if request["cold"] else "forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL),
         **{name: value for name, value in newer.items() if hasattr(LaunchConfig, name)},
     )
-    meet_at_once(request["nnodes"])
-    if request["rdzv_backend"] != "c10d":
-        watch_briefly()
-    elif request["may_have_several"] and not request["is_host"]:
-        await_store(request["rdzv_endpoint"])
-    if not request["may_have_several"]:
-        listen_on_loopback_only()
+    register()
     try:
         elastic_launch(config, rank_main)(request["spec"])
     except ChildFailedError as error:

@@ -37,6 +37,7 @@ from runner.peers.messages import (
     read_by_member,
 )
 from runner.system.event_loop import EventLoop
+from runner.system.sockets import listening
 
 MAX_STRANGERS = 64
 # Keepalives after which the old connection of a node has delivered what was on its way when a second one was opened.
@@ -101,7 +102,7 @@ class Leader:
         self._claims: dict[int, _Claim] = {}
         # Until their hello.
         self._strangers: list[tuple[Connection[ToLeader], str]] = []
-        self._listener = _listener(bind, address[1])
+        self._listener = listening(bind, address[1])
         self._listener.setblocking(False)
         loop.register(self._listener, lambda _: self._accept())
 
@@ -206,14 +207,6 @@ class Leader:
     def _refuse(self, connection: Connection[ToLeader], reason: str) -> None:
         # The node exits when it has read this. If it does not, its connection is closed for its silence.
         connection.send(Finish(exit_code=ExitCode.USAGE.value, reason=reason))
-
-
-def _listener(bind: str | None, port: int) -> socket.socket:
-    if bind is not None:
-        family, _, _, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family)
-    dual = socket.has_dualstack_ipv6()
-    return socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
 
 
 @dataclass(frozen=True)

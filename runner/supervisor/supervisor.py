@@ -347,6 +347,8 @@ class Notices:
         rule = failure.kind.rule
         if not rule.is_failure or rule.action in (Action.GIVE_UP, Action.RETRY) or self._unsaved_shown:
             return
+        if failure.rank is None and failure.kind is FailureKind.CRASHED:
+            return
         self._unsaved_shown = True
         self._display.message(
             "the script has used neither resilient() nor a CheckpointManager: nothing is saved, and each attempt "

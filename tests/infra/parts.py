@@ -175,7 +175,6 @@ PARTS = {
             check=_cpu_torch,
             advice="pip install torch --index-url https://download.pytorch.org/whl/cpu",
         ),
-        Part("etcd", commands=("etcd",), packages=("etcd-server",), modules=("etcd",), wheels=("python-etcd",)),
         Part("promtool", commands=("promtool",), packages=("prometheus",)),
         Part(
             "chromium", commands=("chromium",), modules=("playwright",), packages=("chromium",), wheels=("playwright",)

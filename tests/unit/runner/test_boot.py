@@ -236,7 +236,7 @@ def test_a_leader_that_is_to_stop_does_not_follow(runs: Runs, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("options", "address"),
-    [([], "127.0.0.1"), (["--nnodes", "2", "--rdzv-endpoint", "host:1"], "0.0.0.0"),
+    [([], "127.0.0.1"), (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "host:1"], "0.0.0.0"),
      (["--set", "monitoring.address=10.0.0.1"], "10.0.0.1")],
 )  # fmt: skip
 def test_metrics_of_one_node_are_for_this_node(options: list[str], address: str, runs: Runs) -> None:
@@ -252,6 +252,7 @@ def test_metrics_of_one_node_are_for_this_node(options: list[str], address: str,
         (["--resume", "sometimes"], "use auto, never, or the number"),
         (["--debug", "--resume", "5"], "--debug always starts from scratch"),
         (["--resume-from", "nowhere"], "'nowhere'"),
+        (["--nnodes", "2:3", "--rdzv-endpoint", "host:1"], "give each its own --node-rank"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(

@@ -30,8 +30,16 @@ def launched(
     job: Job, spec: AttemptSpec, committed_step: int = -1, config: Config | None = None, **environment: str
 ) -> dict[str, Any]:
     """What ranks are started with."""
+    ranks: dict[str, Any] = requested(job, spec, committed_step, config, **environment)["spec"]
+    return ranks
+
+
+def requested(
+    job: Job, spec: AttemptSpec, committed_step: int = -1, config: Config | None = None, **environment: str
+) -> dict[str, Any]:
+    """What the launcher is asked for."""
     directory: Any = SimpleNamespace(logs=Path("logs"), config=Path("config"), cache=Path("cache"))
-    request = launch_request(
+    return launch_request(
         spec,
         config=config or Config(),
         directory=directory,
@@ -46,8 +54,6 @@ def launched(
         committed_step=committed_step,
         inherited=environment,
     )
-    ranks: dict[str, Any] = request["spec"]
-    return ranks
 
 
 def settings_of(ranks: dict[str, Any]) -> RankSettings:
@@ -232,3 +238,29 @@ def test_a_script_that_cannot_be_read_is_no_error_here(tmp_path: Path) -> None:
 def test_the_examples_start_fast() -> None:
     assert modules_to_preload(Program("script", str(ROOT / "docs" / "examples" / "loop.py"))) == _OF_LOOP
     assert modules_to_preload(Program("script", str(ROOT / "docs" / "examples" / "hf_trainer.py"))) == _OF_TRAINER
+
+
+def meeting(spec: AttemptSpec, **launch: object) -> dict[str, Any]:
+    config = Config.model_validate({"launch": {"nnodes": 3, "rdzv_endpoint": "node0:29500", **launch}})
+    found: dict[str, Any] = requested(Job(), spec, config=config)["meeting"]
+    return found
+
+
+def test_each_node_is_given_its_place_and_the_address_of_the_leader() -> None:
+    """torchrun finds that out again, from what nodes, and strangers, write to a store."""
+    of_three = AttemptSpec(2, 3, nodes=(0, 1, 2), max_nodes=3)
+    found = [meeting(of_three, node_rank=rank) for rank in range(3)]
+    assert [one["place"] for one in found] == [0, 1, 2] and [one["is_host"] for one in found] == [True, False, False]
+    assert {(one["host"], one["port"], one["bind"], one["nnodes"]) for one in found} == {("node0", 29500, None, 3)}
+
+
+def test_the_places_of_those_that_are_left_have_no_gap() -> None:
+    two = AttemptSpec(4, 2, nodes=(2, 1), max_nodes=3, leader=2, leader_host="10.0.0.7")
+    first, second = (meeting(two, node_rank=rank, peer_bind="10.0.0.5", min_nodes=1) for rank in (1, 2))
+    assert (first["place"], first["is_host"], second["place"], second["is_host"]) == (0, False, 1, True)
+    assert second["host"] == second["bind"] == "10.0.0.7"
+
+
+def test_a_run_of_one_node_meets_on_loopback_whatever_the_endpoint() -> None:
+    found = meeting(AttemptSpec(1, 1), nnodes=1)
+    assert (found["host"], found["bind"], found["port"], found["place"]) == ("127.0.0.1", "127.0.0.1", 0, 0)

@@ -45,18 +45,20 @@ def test_a_learning_rate_as_configured_is_not_shown(ranks: int, config: dict[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "shown"),
+    ("kind", "rank", "shown"),
     [
-        (FailureKind.CRASHED, True),
-        (FailureKind.OUT_OF_MEMORY, True),
+        (FailureKind.CRASHED, 1, True),
+        (FailureKind.OUT_OF_MEMORY, 0, True),
+        # torchrun itself: no rank has run.
+        (FailureKind.CRASHED, None, False),
         # Nothing went wrong, or before it could save anything.
-        (FailureKind.FINISHED, False),
-        (FailureKind.BOOT, False),
-        (FailureKind.NETWORK, False),
+        (FailureKind.FINISHED, None, False),
+        (FailureKind.BOOT, 0, False),
+        (FailureKind.NETWORK, 1, False),
     ],
 )
-def test_a_script_that_saves_nothing_is_pointed_out_once(kind: FailureKind, shown: bool) -> None:
+def test_a_script_that_saves_nothing_is_pointed_out_once(kind: FailureKind, rank: int | None, shown: bool) -> None:
     bench = Bench()
     for _ in range(2):
-        bench.notices.show_unsaved(Failure(kind, "why"))
+        bench.notices.show_unsaved(Failure(kind, "why", rank))
     assert len(bench.display.texts) == int(shown)
