@@ -56,8 +56,28 @@ for _command in _COMMANDS:
     cli.add_command(_command)
 
 
+def open_closed_streams() -> None:
+    """Have standard streams that were closed lead nowhere: what is opened next would get their numbers.
+
+    A rank's standard output would be a socket of the runner's, and Python itself would have no `sys.stdout`.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free.
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
 def main() -> None:
     """Run the command line. Every expected error is one line on standard error and an exit code."""
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # Print a question mark for characters that the terminal or log cannot encode.
         if isinstance(stream, io.TextIOWrapper):

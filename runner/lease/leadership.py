@@ -73,7 +73,7 @@ class LeaderChoice:
             return None
         newest, host = self._newest, self._config.launch.peer_address[0]
         run_id = self._directory.run_id()
-        if newest is not None and newest.holder == run_id:
+        if newest is not None and self._claim.holds(newest):
             # It was killed, and is back: the others know the run, and it, by these.
             run_id, host = newest.run_id or run_id, newest.host or host
         lease = self._claim.take_after(newest, host, run_id)

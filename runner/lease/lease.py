@@ -49,7 +49,7 @@ class LeaseRecord:
 
     Attributes:
         epoch: Its number, from 1.
-        holder: Identity of the leader's folder, which survives a restart of its runner.
+        holder: Identity of the leader's output folder, which survives a restart of its runner.
         session: Identity of the leader's process.
         node_rank: Node rank of the leader.
         host: Address of the leader, for the other nodes.
@@ -127,7 +127,7 @@ class LeaseClaim:
     """A node that may lead, with the sidecars of the durable tier, which all nodes see.
 
     Attributes:
-        holder: Identity of this node's folder.
+        holder: Identity of this node's output folder, which other nodes of the run may share.
         session: Identity of this process.
     """
 
@@ -135,6 +135,10 @@ class LeaseClaim:
     holder: str
     node_rank: int
     session: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def holds(self, lease: LeaseRecord) -> bool:
+        """Return whether a lease is that of this node, perhaps of an earlier process of it."""
+        return (lease.holder, lease.node_rank) == (self.holder, self.node_rank)
 
     def leads_at_start(self, newest: LeaseRecord | None) -> bool:
         """Return whether a node that has just been started leads, given the newest lease.
@@ -144,7 +148,7 @@ class LeaseClaim:
         """
         if newest is None or newest.released:
             return self.node_rank == 0
-        return newest.holder == self.holder
+        return self.holds(newest)
 
     def take_after(self, newest: LeaseRecord | None, host: str, run_id: str) -> LeaseRecord | None:
         """Take the lease after the newest one, with the address of this node; None if another node was first.
@@ -280,7 +284,7 @@ class LeaseWatch:
         if lease is None:
             # Only the first node begins a run.
             return False
-        if lease.holder == self._claim.holder and not lease.released:
+        if self._claim.holds(lease) and not lease.released:
             return True
         patience_s = STALE_S
         if lease.released:

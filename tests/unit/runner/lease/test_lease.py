@@ -63,12 +63,15 @@ def test_where_nobody_has_led_only_the_first_node_begins() -> None:
     ("node_rank", "newest", "leads"),
     [
         (0, replace(LEADERS, holder="b"), True),  # it was killed, and is back
-        (2, replace(LEADERS, holder="b"), True),
+        (2, replace(LEADERS, holder="b", node_rank=2), True),
+        # Nodes that share a volume have one output folder: each of them took the leader's lease for its own.
+        (2, replace(LEADERS, holder="b"), False),
+        (0, replace(LEADERS, holder="b", node_rank=1), False),
         (0, LEADERS, False),  # another node leads, or has been killed: its lease tells
         (1, LEADERS, False),
         (0, replace(LEADERS, released=True), True),
         # It led before the run was stopped: now the first node does, or there would be two.
-        (1, replace(LEADERS, holder="b", released=True), False),
+        (1, replace(LEADERS, holder="b", node_rank=1, released=True), False),
         (1, replace(LEADERS, released=True), False),
         (0, LeaseRecord(3), False),  # damaged
     ],
@@ -145,8 +148,16 @@ def test_after_a_run_was_stopped_the_first_node_leads_if_it_comes() -> None:
 
 def test_ones_own_lease_is_taken_again_at_once() -> None:
     bench = Bench()
-    take(bench.sidecars, replace(LEADERS, holder="b", session="before"))
+    take(bench.sidecars, replace(LEADERS, holder="b", node_rank=1, session="before"))
     assert bench.turns(2.5) == LeaseRecord(2, "b", "b1", 1, "10.0.0.2", "run")
+
+
+def test_the_lease_of_a_node_that_shares_the_folder_is_not_ones_own() -> None:
+    bench = Bench()
+    take(bench.sidecars, replace(LEADERS, holder="b"))
+    for beat in range(10):
+        assert bench.turns(RENEW_S) is None
+        renew(bench.sidecars, replace(LEADERS, holder="b", beat=beat + 1))
 
 
 def test_a_lease_whose_taking_was_not_answered_is_found() -> None:
