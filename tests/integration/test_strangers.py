@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
+from helpers.bomb import Bomb
 from infra.ports import free_port
 from integration.support import Run, script, state_hash
 
@@ -46,21 +46,6 @@ MESSAGES = (
 PATIENCE_S = 5
 
 
-class Bomb:
-    """What unpickles it appends a line to a file: its process, and which function of torch has read it."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        code = (
-            "import os, traceback\n"
-            "names = [f'{f.filename.rpartition(\"torch/\")[2]}:{f.name}' for f in traceback.extract_stack()]\n"
-            f"open({str(self.marker)!r}, 'a').write(f'{{os.getpid()}} {{\" < \".join(reversed(names[-6:]))}}\\n')"
-        )
-        return exec, (code,)
-
-
 @contextlib.contextmanager
 def run_of(num_nodes: int, folder: Path) -> Iterator[list[Run]]:
     """Two ranks that wait after their 20th step, on one node or one on each of two nodes, all on this machine."""
@@ -70,8 +55,8 @@ def run_of(num_nodes: int, folder: Path) -> Iterator[list[Run]]:
         common = ["--nnodes", "2", "--nproc-per-node", "1", "--set", f"launch.peer_port={free_port()}"]
         common += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         options = [[*common, "--node-rank", str(node)] for node in (0, 1)]
-    metrics = ["--metrics-port", str(free_port())]
-    nodes = [Run(folder / "run", *own, *(metrics if not node else []), script=lines) for node, own in enumerate(options)]
+    options[0] += ["--metrics-port", str(free_port())]
+    nodes = [Run(folder / "run", *own, script=lines) for own in options]
     try:
         for node in nodes:
             node.start()
