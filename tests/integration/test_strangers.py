@@ -9,7 +9,7 @@ import pickle
 import signal
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ Address = tuple[str, int]
 TERMINAL = b"\x1b]0;a stranger\x07\x1b[2J\x1b[31m"
 # What the first bytes of a client of torch's store mean: it speaks the protocol; the key has so many bytes.
 STORE_CLIENT = struct.pack("<BI", 0, 0x3C85F7CE)
-STORE_SET = struct.pack("<B", 1)
+STORE_SET, STORE_PING = b"\x01", b"\x0d"
 MESSAGES = (
     bytes(range(256)) * 16,
     TERMINAL + b"\n",
@@ -42,7 +42,7 @@ MESSAGES = (
     # A connection that says nothing, and stays.
     b"",
 )
-# Seconds that a client of torch's store waits for an answer from what may be no store.
+# Seconds that a stranger waits for an answer.
 PATIENCE_S = 5
 
 
@@ -56,7 +56,9 @@ def run_of(num_nodes: int, folder: Path) -> Iterator[list[Run]]:
         common += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         options = [[*common, "--node-rank", str(node)] for node in (0, 1)]
     options[0] += ["--metrics-port", str(free_port())]
-    nodes = [Run(folder / "run", *own, script=lines) for own in options]
+    # While strangers act, the ranks wait longer than a step takes.
+    patient = ["--set", "restart.hang_timeout_s=600"]
+    nodes = [Run(folder / "run", *own, *patient, script=lines) for own in options]
     try:
         for node in nodes:
             node.start()
@@ -67,6 +69,7 @@ def run_of(num_nodes: int, folder: Path) -> Iterator[list[Run]]:
         for node in nodes:
             if node.process is not None and node.process.poll() is None:
                 os.killpg(node.process.pid, signal.SIGKILL)
+                node.process.communicate()
 
 
 def ports_of(nodes: list[Run]) -> list[Address]:
@@ -90,25 +93,28 @@ def send(address: Address, message: bytes, kept: contextlib.ExitStack) -> None:
         connection.sendall(message)
 
 
-def each(addresses: list[Address], act: Callable[[Address], bool]) -> list[Address]:
-    """Return the addresses for which it is true; all are visited at the same time."""
-    with ThreadPoolExecutor(len(addresses)) as pool:
-        return [address for address, done in zip(addresses, pool.map(act, addresses), strict=True) if done]
+def is_store(address: Address) -> bool:
+    """Whether torch's store is there: it sends a number back. A client of torch's waits for ever for what is none."""
+    number = os.urandom(4)
+    try:
+        with socket.create_connection(address, PATIENCE_S) as connection:
+            connection.settimeout(PATIENCE_S)
+            connection.sendall(STORE_CLIENT + STORE_PING + number)
+            return connection.recv(4, socket.MSG_WAITALL) == number
+    except OSError:
+        return False
 
 
-def write_to_store(address: Address, value: bytes) -> bool:
-    """Write a value into each state of a rendezvous that a store of torch holds; return whether there was one.
+def write_to_store(address: Address, value: bytes) -> int:
+    """Replace what a store of torch holds of a rendezvous, its state above all; return how many keys that were.
 
     The keys need not be known: a store lists them.
     """
-    try:
-        store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S))
-        keys = [key for key in store.list_keys() if key.startswith("torch.rendezvous.")]
-        for key in keys:
-            store.set(key, base64.b64encode(value).decode())
-    except (RuntimeError, ValueError):
-        return False
-    return bool(keys)
+    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    keys = [key for key in store.list_keys() if key.startswith("torch.rendezvous.")]
+    for key in keys:
+        store.set(key, base64.b64encode(value).decode())
+    return len(keys)
 
 
 def finish(nodes: list[Run], folder: Path) -> list[int]:
@@ -148,7 +154,10 @@ def test_what_strangers_write_into_torchs_store_changes_nothing(
     marker = tmp_path / "ran"
     with run_of(num_nodes, tmp_path) as nodes:
         bomb = pickle.dumps(Bomb(marker))
-        assert each(ports_of(nodes), lambda address: write_to_store(address, bomb)), "no store of torch was found"
+        addresses = ports_of(nodes)
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            stores = [address for address, found in zip(addresses, pool.map(is_store, addresses), strict=True) if found]
+        assert sum(write_to_store(address, bomb) for address in stores) > 0, f"stores: {stores} of {addresses}"
         codes = finish(nodes, tmp_path)
     assert not marker.exists(), marker.read_text()
     assert_undisturbed(nodes, codes, untouched_script)
