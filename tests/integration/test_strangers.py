@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch.distributed as dist
 from helpers.bomb import Bomb
 from infra.ports import free_port
 from integration.support import Run, script, state_hash
+from torch._C._distributed_c10d import TCPStore
 
 # The port, and the address at which it can be reached.
 Address = tuple[str, int]
@@ -110,7 +110,7 @@ def write_to_store(address: Address, value: bytes) -> int:
 
     The keys need not be known: a store lists them.
     """
-    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
     keys = [key for key in store.list_keys() if key.startswith("torch.rendezvous.")]
     for key in keys:
         store.set(key, base64.b64encode(value).decode())
