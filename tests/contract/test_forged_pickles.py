@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import pickle
@@ -80,3 +81,16 @@ def test_an_index_that_was_replaced_without_its_digest_is_not_read(dcp_folder: P
     with pytest.raises((CheckpointError, dcp.CheckpointException), match="was altered"):
         dcp.load({"weight": torch.zeros(3)}, checkpoint_id=str(dcp_folder))
     assert not marker.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+@pytest.mark.xfail(reason="torch unpickles values that are no tensors (docs/design/threat-model.md)", strict=True)
+def test_a_value_in_torchs_distributed_checkpoints_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker, place = tmp_path / "ran", str(tmp_path / "step-7")
+    commit_and_verify(monkeypatch)
+    dcp.save({"weight": torch.ones(3), "step": Bomb(marker)}, checkpoint_id=place)
+    with contextlib.suppress(CheckpointError, dcp.CheckpointException):
+        dcp.load({"weight": torch.zeros(3), "step": 0}, checkpoint_id=place)
+    assert not marker.exists(), marker.read_text()
