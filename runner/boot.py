@@ -195,9 +195,7 @@ class Boot:
         if config.monitoring.port is not None:
             from runner.ui.prometheus import RunCollector, serve
 
-            # With one node, only local processes may connect, unless the user sets an address.
-            address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
-            serve(address, config.monitoring.port, RunCollector(self._directory.journal))
+            serve(config.monitoring.address, config.monitoring.port, RunCollector(self._directory.journal))
         return Supervisor(
             self._session,
             self._job,

@@ -368,8 +368,8 @@ class MonitoringConfig(Section):
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(default=None, examples=[9400])
     """Port on the leading node that serves Prometheus metrics at /metrics (option `--metrics-port`). Without it no
     metrics are served."""
-    address: str | None = Field(default=None, examples=["0.0.0.0"])
-    """Address to listen on. Without it 127.0.0.1 in a run on one node and 0.0.0.0 in a run on several."""
+    address: str = Field(default="127.0.0.1", examples=["0.0.0.0"])
+    """Address to listen on. By default only processes of the same machine can connect."""
 
 
 class CostConfig(Section):

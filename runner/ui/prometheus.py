@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +24,9 @@ from runner.journal.summary import RunState, RunSummary, summarise
 # of weeks takes long to summarise.
 _CACHE_S, _LONGEST_CACHE_S = 2.0, 60.0
 _CACHE_SHARE = 50
+# A stranger that opens connections must not take the descriptors of the runner.
+_MOST_CONNECTIONS = 16
+_SILENCE_S = 10.0
 
 
 class RunCollector(Collector):
@@ -81,16 +89,56 @@ def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
         yield CounterMetricFamily(name, text, value)
 
 
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENCE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the console is the run's."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Has a thread for each connection, and closes those that are too many."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin a thread, if there are not too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client went away, or said nothing."""
+
+
+class _ServerOverIpv6(_Server):
+    address_family = socket.AF_INET6
+
+
 def serve(address: str, port: int, collector: RunCollector) -> None:
     """Serve http://ADDRESS:PORT/metrics in a thread until the process ends; UsageError if the port cannot be used."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     try:
-        start_http_server(port, address, registry)
+        kind = _ServerOverIpv6 if ":" in address else _Server
+        server = make_server(address, port, make_wsgi_app(registry), kind, _Handler)
     except OSError as error:
         raise UsageError(
             f"--metrics-port {port} cannot be used: {error.strerror}; choose another port, or omit the option"
         ) from None
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
 
 def _slow_ranks(run: RunSummary) -> GaugeMetricFamily:

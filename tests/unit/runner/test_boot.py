@@ -236,10 +236,10 @@ def test_a_leader_that_is_to_stop_does_not_follow(runs: Runs, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("options", "address"),
-    [([], "127.0.0.1"), (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "host:1"], "0.0.0.0"),
+    [([], "127.0.0.1"), (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "host:1"], "127.0.0.1"),
      (["--set", "monitoring.address=10.0.0.1"], "10.0.0.1")],
 )  # fmt: skip
-def test_metrics_of_one_node_are_for_this_node(options: list[str], address: str, runs: Runs) -> None:
+def test_metrics_are_for_this_machine(options: list[str], address: str, runs: Runs) -> None:
     assert run("--metrics-port", "9400", *options).exit_code == 0
     assert runs.served == [(address, 9400)]
 
