@@ -76,6 +76,7 @@ class Boot:
         Raises:
             RunnerError: The run cannot begin: the settings, the storage, the job or this machine are wrong.
         """
+        preflight.check_processes()
         self._directory.create()
         self._directory.lock(_say, lambda: bool(self._stop))
         self._identity = unless_stopped(self._stop, lambda: identify(self._config, self._job.program))
@@ -210,11 +211,15 @@ class Boot:
         if supervisor.was_replaced and not self._stop:
             _say(f"{supervisor.reason}; this node follows it")
             _start_again_as_follower()
-        summary = self._summary()
-        if summary.step > 0:
-            click.echo(render(summary, paths_of(self._config, self._directory)))
-        elif exit_code == ExitCode.DONE:
-            _say("finished")
+        try:
+            summary = self._summary()
+        except OSError as error:
+            _say(f"no summary: {self._directory.journal}: {error.strerror or error}")
+        else:
+            if summary.step > 0:
+                click.echo(render(summary, paths_of(self._config, self._directory)))
+            elif exit_code == ExitCode.DONE:
+                _say("finished")
         if exit_code != ExitCode.DONE:
             # Not from the journal: it may have been moved away, or its disk may be full.
             state = "stopped" if exit_code == ExitCode.PREEMPTED else "failed"

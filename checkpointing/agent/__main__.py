@@ -18,6 +18,7 @@ from checkpointing.agent.options import EXIT_DELAYED, AgentOptions
 from checkpointing.agent.server import Agent
 from checkpointing.commit.tiers import open_tiers
 from checkpointing.errors import may_pass
+from checkpointing.host.limits import explained
 
 _NICENESS = 10
 # Lowest of the best-effort class (ioprio_set(2)).
@@ -59,11 +60,14 @@ def main(argv: list[str] | None = None) -> int:
             if storage.root is not None and options.commits:
                 acquire_lock(storage.root, LOCK_TIMEOUT_S, patience_s=options.patience_s)
         listener = protocol.listen(arguments.socket)
-    except (OSError, ValueError) as error:
-        report(f"error {error}")
-        # Another agent commits still, or a file system does not work.
-        return EXIT_DELAYED if may_pass(error) else 1
-    agent = Agent(listener, tiers, options)
+        agent = Agent(listener, tiers, options)
+    except (OSError, ValueError, RuntimeError) as error:
+        limit = explained(str(error))
+        if isinstance(error, RuntimeError) and not limit:
+            raise
+        report(f"error {error}{limit}")
+        # Another agent commits still, a file system does not work, or no thread can be started.
+        return EXIT_DELAYED if may_pass(error) or limit else 1
     # A signal that comes in the moment before the agent waits must end that wait, too.
     signal.set_wakeup_fd(agent.wakeup_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: agent.stop())

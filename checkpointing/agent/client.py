@@ -25,6 +25,7 @@ from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.format.shard_index import shard_rank
 from checkpointing.host.heartbeat import ControlPage
 from checkpointing.host.interpreter import module_command
+from checkpointing.host.limits import explained
 from checkpointing.host.shared_memory import SharedMemory
 from checkpointing.host.threads import is_readable
 
@@ -79,7 +80,7 @@ class AgentProcess:
             os.close(read_fd)
             shutil.rmtree(directory, ignore_errors=True)
             kind = AgentDelayed if may_pass(error) else AgentUnavailable
-            raise kind(f"the checkpoint agent did not start: {error}") from None
+            raise kind(f"the checkpoint agent did not start: {error}{explained(str(error))}") from None
         finally:
             os.close(write_fd)
         with os.fdopen(read_fd) as pipe:

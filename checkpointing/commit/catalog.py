@@ -162,7 +162,7 @@ def _entries(storage: Storage, fence: Fence, rank: int) -> Iterable[tuple[int, i
         if isinstance(found, ForeignCheckpoint):
             entry = CatalogEntry(storage, step, None, found.reason, is_foreign=True)
         elif isinstance(found, InvalidCheckpoint):
-            if step not in storage.steps():
+            if not storage.has_step(step):
                 continue  # its run has pruned it meanwhile
             entry = CatalogEntry(storage, step, None, found.reason, is_stale=isinstance(found, StaleCheckpoint))
         elif not fence.admits(found):

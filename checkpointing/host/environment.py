@@ -10,7 +10,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from checkpointing.errors import CheckpointError
@@ -52,6 +52,7 @@ class RankSettings:
         micro_batch_divisor: Parts into which each micro-batch is cut, because whole ones ran out of memory.
         planned_ranks: Number of ranks that the configured batch and learning rate are meant for; 0 for those there are.
         skipped_steps: First and last step of each window whose samples are skipped.
+        cadence: Fields of the manager's `Cadence` that the user has set for the run, before what the script says.
         is_exact: Whether the run counts on virtual ranks (`elastic.mode=exact`).
         virtual_ranks: Number of them that was asked for; 0 to leave it to the script.
     """
@@ -73,6 +74,7 @@ class RankSettings:
     micro_batch_divisor: int = 1
     planned_ranks: int = 0
     skipped_steps: tuple[tuple[int, int], ...] = ()
+    cadence: Mapping[str, Any] = field(default_factory=dict)
     is_exact: bool = False
     virtual_ranks: int = 0
 
@@ -108,10 +110,10 @@ class RankSettings:
             values = json.loads(text)
             if not isinstance(values, dict):
                 raise ValueError("not a JSON object")
-            names = {field.name for field in fields(cls)}
+            names = {one.name for one in fields(cls)}
             if values.keys() != names:
                 raise ValueError(f"missing or unknown fields: {', '.join(sorted(values.keys() ^ names))}")
-            return cls(**{field.name: _CHECKS[field.type](field.name, values[field.name]) for field in fields(cls)})
+            return cls(**{one.name: _CHECKS[one.type](one.name, values[one.name]) for one in fields(cls)})
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{SETTINGS_ENV} cannot be read: {error}; `runner start` sets this variable for its ranks: unset it, "
@@ -187,6 +189,16 @@ def _windows(name: str, value: object) -> tuple[tuple[int, int], ...]:
     return tuple((_count(name, first), _count(name, last)) for first, last in value)
 
 
+def _cadence(name: str, value: object) -> dict[str, Any]:
+    known = {"snapshot_steps", "save_steps", "save_minutes", "overhead_cap"}
+    if not isinstance(value, dict) or not value.keys() <= known:
+        raise ValueError(f"{name} is not an object with keys of {', '.join(sorted(known))}")
+    for key, one in value.items():
+        if one is not None and one != "auto" and (isinstance(one, bool) or not isinstance(one, (int, float))):
+            raise ValueError(f"{name}.{key} is not a number")
+    return value
+
+
 # By a field's annotation, which is text under `from __future__ import annotations`.
 _CHECKS: dict[Any, Callable[[str, object], Any]] = {
     "str": _text,
@@ -194,6 +206,7 @@ _CHECKS: dict[Any, Callable[[str, object], Any]] = {
     "int": _count,
     "float": _seconds,
     "tuple[tuple[int, int], ...]": _windows,
+    "Mapping[str, Any]": _cadence,
 }
 
 

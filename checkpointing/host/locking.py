@@ -12,7 +12,8 @@ from checkpointing.host.own_files import open_own
 
 def open_lock(path: Path) -> int:
     """Return a descriptor of the lock file; raises what `open_own` raises."""
-    return open_own(path, os.O_RDWR | os.O_CREAT, 0o644)
+    # Where a group shares the folder, another user of it continues the run: the umask decides.
+    return open_own(path, os.O_RDWR | os.O_CREAT, 0o666)
 
 
 def try_lock(fd: int) -> bool:

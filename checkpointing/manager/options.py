@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast, get_args
 
 from checkpointing.commit.retention import Retention
@@ -76,6 +76,7 @@ class Options:
             raise ValueError("CheckpointManager needs a location: a directory for the checkpoints")
         if settings.location:
             local_tier = settings.local_tier or None
+        cadence = replace(cadence, **settings.cadence)
         if (short := rehearsal()) is not None:
             cadence = Cadence(short.snapshot_steps, short.save_steps, None, cadence.overhead_cap)
         tiers = open_tiers(settings.location or own_location, os.fspath(local_tier) if local_tier is not None else None)

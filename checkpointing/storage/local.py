@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
 import stat
+import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from checkpointing.errors import AWAY_ERRNOS, ForeignCheckpoint, InvalidCheckpoint
 from checkpointing.format.manifest import MANIFEST_NAME, Manifest
 from checkpointing.host.failpoints import failpoint
+from checkpointing.host.watched_directory import WatchedDirectory
 from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Storage
 from checkpointing.storage.durable import fsync_directory, replace_file, write_file
 from checkpointing.storage.fence import Fence
@@ -61,8 +64,10 @@ class LocalStorage(Storage):
     def __init__(self, root: Path) -> None:
         super().__init__(str(root))
         self.root = root
-        # Once an attempt has begun, a directory that is missing was moved away, and no new one may take its place.
-        self.sidecars = LocalSidecars(root, may_create=lambda: self._claim.attempt < 0)
+        # Once an attempt has begun, a directory that is missing may be on a volume that was unmounted.
+        self.sidecars = LocalSidecars(root, may_create=lambda: self._claim.attempt < 0 or self._was_made_again)
+        self._was_made_again = False
+        self._watched: WatchedDirectory | None = None
 
     def probe(self) -> None:
         """Write and sync a file, and remove it."""
@@ -96,9 +101,34 @@ class LocalStorage(Storage):
         except ValueError as error:
             raise OSError(f"{path}: {error}; remove it if no run writes here") from None
 
+    def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]] = ()) -> None:
+        """Note as well which directory it is."""
+        super().begin_attempt(attempt, held)
+        self._watched = WatchedDirectory(self.root)
+
     def begin(self, step: int, attempt: int, identity: str = "", *, joins: bool = False) -> LocalTransaction:
         """Create the temporary directory."""
+        if self.has_begun(attempt) and not self.root.is_dir():
+            self._make_again(attempt)
         return LocalTransaction(self, self.root, step, attempt, identity, joins=joins)
+
+    def has_step(self, step: int) -> bool:
+        """Return whether there is a directory of that name; the others are not looked at."""
+        return os.path.lexists(self.directory(step))
+
+    def _make_again(self, attempt: int) -> None:
+        """Make a directory again that somebody has removed, with the attempt's fence: training still has its state.
+
+        Raises:
+            OSError: It was moved, or its volume is not there.
+        """
+        if self._watched is None or not self._watched.was_removed:
+            raise OSError(errno.ENOENT, f"{self.root} existed when attempt {attempt} began and is gone; put it back")
+        self.root.mkdir(parents=True)
+        self._put_fence(self._claim.completed(()))
+        self._was_made_again, self._watched = True, WatchedDirectory(self.root)
+        text = f"{self.root} was removed while attempt {attempt} ran; it is made again, and what it held is lost"
+        print(f"checkpoint agent: {text}", file=sys.stderr, flush=True)
 
     def describe(self, step: int) -> str:
         """Return the checkpoint's path."""

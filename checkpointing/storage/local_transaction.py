@@ -37,9 +37,6 @@ class LocalTransaction:
 
     def __init__(self, storage: Storage, root: Path, step: int, attempt: int, identity: str, *, joins: bool) -> None:
         self._storage, self._step, self._attempt = storage, step, attempt
-        if storage.has_begun(attempt) and not root.is_dir():
-            # A new directory of that name would have neither fence nor lock.
-            raise OSError(errno.ENOENT, f"{root} existed when attempt {attempt} began and is gone; put it back")
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
         self._temporary = root / f".{CHECKPOINT_PREFIX}{step}{identity and f'.{identity}'}.{attempt}.tmp"
         # Directories that contain files.

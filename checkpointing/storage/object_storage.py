@@ -50,6 +50,8 @@ class ObjectTransaction:
         self._opened: dict[str, str] = {}
         # Whether a manifest may exist that names what was written.
         self._may_be_published = False
+        # Whether a manifest was not there that the store had acknowledged.
+        self._was_dropped = False
 
     def write(self, name: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Upload a file."""
@@ -105,6 +107,7 @@ class ObjectTransaction:
         """Put the manifest, between two checks of the fence."""
         data = replace(manifest, folder=self._folder).to_json()
         self._storage.check_fence(self._step, self._attempt)
+        self._check_kept(manifest)
         failpoint("remote.publishing")
         if not self._publish(data):
             self._storage.displace_stale(self._step, self._attempt)
@@ -122,7 +125,26 @@ class ObjectTransaction:
             # A newer attempt that has not listed yet what counts may still list this one.
             self._may_be_published = self._storage.fence().admits_step(self._step, self._attempt)
             raise
+        if self._was_dropped:
+            # No newer attempt has moved it aside.
+            raise StorageError(
+                f"{self._store.location}/{self._checkpoint}/{MANIFEST_NAME} was acknowledged, and is not there: the "
+                "store does not keep what it confirms"
+            )
         failpoint("remote.committed")
+
+    def _check_kept(self, manifest: Manifest) -> None:
+        """Raise StorageError unless the store lists all files in their size: it has acknowledged each."""
+        sizes = self._store.sizes(f"{self._folder}/")
+        for file in manifest.files:
+            if (found := sizes.get(f"{self._folder}/{file.name}")) != file.size:
+                # A newer attempt sweeps what an older one has left.
+                self._storage.check_fence(self._step, self._attempt)
+                size = "no such object" if found is None else f"{found} bytes"
+                raise StorageError(
+                    f"{self._store.location}/{self._folder}/{file.name}: {file.size} bytes were acknowledged, and the "
+                    f"store lists {size}: it does not keep what it confirms"
+                )
 
     def _publish(self, data: bytes) -> bool:
         """Put the manifest if there is none; return whether it is there now."""
@@ -145,11 +167,13 @@ class ObjectTransaction:
                 self._may_be_published = isinstance(error, StorageTimeout)
                 raise
             stored = found == data
-        if not (stored and decided_there):
-            # The object that exists may be that of an earlier try; and where the server does not decide between two
-            # writers, the last one wins.
-            stored = self._store.get(key) == data
-        self._may_be_published = stored
+        found = self._store.get(key)
+        self._was_dropped = stored and found is None
+        if self._was_dropped:
+            return True
+        # The object that exists may be that of an earlier try; and where the server does not decide between two
+        # writers, the last one wins.
+        self._may_be_published = stored = found == data
         return stored
 
     def abort(self) -> None:
@@ -337,6 +361,10 @@ class ObjectStorage(Storage):
         if data is None:
             raise InvalidCheckpoint(place, f"no {MANIFEST_NAME}: it was never committed")
         return Manifest.from_json(data, place)
+
+    def has_step(self, step: int) -> bool:
+        """Return whether there is a manifest of that step; the others are not listed."""
+        return step in self._steps(self._sizes(step))
 
     def _sizes(self, step: int | None = None) -> dict[str, int]:
         return self.store.sizes(CHECKPOINT_PREFIX if step is None else f"{CHECKPOINT_PREFIX}{step}/")

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.storage.object_store import ObjectMissing, StorageTimeout
+from checkpointing.storage.object_store import ObjectMissing, StorageError, StorageTimeout
 from checkpointing.storage.s3_client import (
     MIN_BYTES_PER_S,
     Missing,
@@ -26,6 +26,8 @@ from checkpointing.storage.s3_client import (
 from checkpointing.storage.s3_multipart import IN_FLIGHT, Uploads
 
 _READ_BYTES = 1024 * 1024
+# Pages of a listing, one after the other, that name nothing new.
+_IDLE_PAGES = 20
 
 
 class S3Store:
@@ -93,13 +95,20 @@ class S3Store:
         found: dict[str, int] = {}
         token: dict[str, Any] = {}
         prefix = self._client.prefix
+        idle = 0
         while True:
             page = self._client.call("list_objects_v2", None, Prefix=prefix + folder, **token)
+            before = len(found)
             for entry in page.get("Contents", []):
                 found[entry["Key"].removeprefix(prefix)] = entry["Size"]
             if not page.get("IsTruncated"):
                 return found
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+            # A page may be empty where many objects were deleted.
+            idle = idle + 1 if len(found) == before else 0
+            following = page.get("NextContinuationToken")
+            if idle > _IDLE_PAGES or not following:
+                raise StorageError(f"{self.location}: the server's listing does not end: it is not what S3 answers")
+            token = {"ContinuationToken": following}
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects one by one: not every server has the call for many, and its errors hide in a 200."""

@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from checkpointing.errors import CheckpointError, StorageUnreachable
+from checkpointing.host.limits import explained
 from checkpointing.storage.object_store import StorageTimeout
 from runner import __version__
 from runner.cli import chaos, checkpoints, forecast, inspect, rehearse, start
@@ -97,11 +98,16 @@ def main() -> None:
         _exit(error, ExitCode.BUDGET_SPENT if isinstance(error, StorageUnreachable) else ExitCode.USAGE)
     except StorageTimeout as error:
         _exit(error, ExitCode.BUDGET_SPENT)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         _exit_for(error)
 
 
-def _exit_for(error: OSError) -> NoReturn:
+def _exit_for(error: OSError | RuntimeError) -> NoReturn:
+    if isinstance(error, RuntimeError):
+        # Python has no type for a thread that cannot be started.
+        if not (limit := explained(str(error))):
+            raise error
+        _exit(error, ExitCode.BUDGET_SPENT, limit)
     if not error.filename and not _can_be_written(1):
         click.echo(f"runner: error: cannot write standard output: {error.strerror or error}", err=True)
         # A normal exit would try to flush the buffer again.
@@ -110,12 +116,14 @@ def _exit_for(error: OSError) -> NoReturn:
         drain_streams()
         os._exit(int(ExitCode.STORAGE_FAILED))
     path = f"{error.filename}: " if error.filename else ""
+    if limit := explained(error.strerror or str(error)):
+        _exit(error, ExitCode.BUDGET_SPENT, limit)
     failed = unusable(f"{path}{error.strerror or error}", error)
     _exit(failed, failed.exit_code)
 
 
-def _exit(error: Exception, code: ExitCode) -> NoReturn:
-    click.echo(f"runner: error: {visible(str(error))}", err=True)
+def _exit(error: Exception, code: ExitCode, limit: str = "") -> NoReturn:
+    click.echo(f"runner: error: {visible(str(error))}{limit}", err=True)
     sys.exit(int(code))
 
 

@@ -109,6 +109,7 @@ def start(
     taken over. Hugging Face and Lightning trainers become resumable by themselves (--resilient); your own loop saves
     through checkpointing.CheckpointManager.
     """
+    from checkpointing.host.limits import raise_open_files
     from runner.system.event_loop import StopRequest
 
     # Only `start` survives the loss of its terminal or pipe; `status --watch | head` should end.
@@ -116,6 +117,8 @@ def start(
     # Signals are counted from here on, so that a stop request before the first attempt is not lost.
     stop = StopRequest()
     stop.count_signals()
+    # A leader has a connection for each node, and each rank has several for each other rank.
+    raise_open_files()
 
     from runner.boot import FOLLOWS_ENV, Boot
     from runner.config.checks import check_has_rank

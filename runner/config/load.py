@@ -169,6 +169,11 @@ def parse_setting(text: str) -> tuple[str, Any, str]:
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise UsageError(f"--set {text!r}: not KEY=VALUE; write for example --set trainer.learning_rate=1e-4")
+    if not text.isascii() and text != text.encode(errors="replace").decode():
+        raise UsageError(f"--set {text!r}: bytes that are no UTF-8 cannot be written to the configuration; rename it")
+    if "\n" in value and not value.lstrip().startswith(('"', "'", "{", "[", "|", ">")):
+        # YAML would read a line break as a space: another file.
+        return key, value, f"--set {text}"
     try:
         return key, yaml.load(value, _Loader), f"--set {text}"
     except yaml.YAMLError:

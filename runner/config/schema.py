@@ -112,14 +112,22 @@ class DataConfig(Section):
         return any(value is not None for value in (self.validation_path, self.validation_split, self.validation_share))
 
 
+def _home(value: str) -> str:
+    """Replace a leading `~`, which no shell does within `--set KEY=VALUE`, nor YAML."""
+    return str(Path(value).expanduser()) if value.startswith("~") else value
+
+
+_Place = Annotated[str, AfterValidator(_home)]
+
+
 class CheckpointConfig(Section):
     """Checkpoint storage and intervals. `trainer.save_total_limit` sets how many checkpoints are kept."""
 
-    location: str | None = Field(default=None, examples=["s3://bucket/prefix"])
+    location: _Place | None = Field(default=None, examples=["s3://bucket/prefix"])
     """Storage of the checkpoints: a directory, or a URL (`file://`, `s3://bucket/prefix`, or another scheme that fsspec
     supports). Without it `checkpoints` in `output_dir`. A run on several nodes needs a location that all nodes can
     reach."""
-    local_tier: str | None = Field(default=None, examples=["/nvme/checkpoints"])
+    local_tier: _Place | None = Field(default=None, examples=["/nvme/checkpoints"])
     """Fast local directory in front of `location`. Checkpoints are committed there first and copied to `location` in
     the background. It may be lost together with the node."""
     local_keep_last: Annotated[int, Field(ge=1)] = DEFAULT_LOCAL_KEEP_LAST
@@ -129,7 +137,8 @@ class CheckpointConfig(Section):
     `trainer.save_total_limit` and the best by `trainer.metric_for_best_model`."""
     snapshot_steps: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"
     """Interval, in steps, between in-memory snapshots, from which a failed attempt resumes. `auto` derives it from the
-    measured cost of a snapshot and the failure rate. `null` takes snapshots only for commits."""
+    measured cost of a snapshot and the failure rate. `null` takes snapshots only for commits. What is set here, and the
+    next three keys, overrules what a program says."""
     save_steps: Literal["auto"] | None = None
     """Interval between commits to storage. `null` leaves it to `trainer.save_steps`; `auto` derives it from the
     measured cost of a commit and the failure rate."""
@@ -386,7 +395,7 @@ class CostConfig(Section):
 class Config(Section):
     """Configuration of a run."""
 
-    output_dir: Annotated[str, Field(min_length=1, pattern=r"\S")] = "runs/default"
+    output_dir: Annotated[str, Field(min_length=1, pattern=r"\S"), AfterValidator(_home)] = "runs/default"
     """Folder of the run: checkpoints, journal, logs and `best_model`. Without it `runs/NAME`, where NAME is the name of
     the configuration file, script, model or data."""
     scale_learning_rate: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import time
@@ -50,13 +51,17 @@ class Journal:
     An event is one write(2), so a reader never sees half of a finished one. The journal reserves disk space for the
     next events where the file system supports it (fallocate(2)), so that a run's end is recorded on a disk that others
     have filled.
+
+    Attributes:
+        error: Why something could not be written when that was tried last; empty if it never failed.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         """Open the journal, creating it if it does not exist; OSError if the file cannot be written."""
-        self._clock = clock
+        self._clock, self._path = clock, path
         self._fd = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._pending = b""
+        self.error = ""
         self._reserved = 0
         self._reserve()
         # A last line that a power cut has torn must not swallow the next event.
@@ -71,13 +76,27 @@ class Journal:
         """
         entry = Entry(round(self._clock(), 3), attempt, event)
         self._pending += (json.dumps(entry.to_dict()) + "\n").encode()
-        with contextlib.suppress(OSError):
-            written = os.write(self._fd, self._pending)
-            self._pending = self._pending[written:]
-            self._reserved -= written
-        if self._reserved < _RESERVE_BYTES // 2:
-            self._reserve()
+        try:
+            self._write()
+            if self._reserved < _RESERVE_BYTES // 2:
+                self._reserve()
+        except OSError as error:
+            self.error = error.strerror or str(error)
+            if error.errno == errno.ESTALE:
+                self._open_again()
         return entry
+
+    def _write(self) -> None:
+        written = os.write(self._fd, self._pending)
+        self._pending = self._pending[written:]
+        self._reserved -= written
+
+    def _open_again(self) -> None:
+        """Replace a handle that a server has forgotten; what is pending is written with the next event."""
+        with contextlib.suppress(OSError):
+            fd = open_own(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            self._fd, old = fd, self._fd
+            os.close(old)
 
     @property
     def is_complete(self) -> bool:
@@ -85,11 +104,14 @@ class Journal:
         return not self._pending
 
     def close(self) -> None:
-        """Release the reserved space and close the file."""
+        """Write what is pending, release the reserved space and close the file."""
         with contextlib.suppress(OSError):
+            if self._pending:
+                self._write()
             os.ftruncate(self._fd, os.fstat(self._fd).st_size)
             os.fsync(self._fd)
-        os.close(self._fd)
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
 
     def _reserve(self) -> None:
         size = os.fstat(self._fd).st_size

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from checkpointing.agent.protocol import Message
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
@@ -240,10 +241,19 @@ def _rank_settings(spec: AttemptSpec, *, config: Config, job: Job, agent_socket:
         reached_step=spec.reached,
         micro_batch_divisor=spec.divisor,
         planned_ranks=spec.planned_ranks,
+        cadence=_cadence(config) if job.program is not None else {},
         is_exact=config.elastic.mode == "exact",
         virtual_ranks=config.elastic.virtual_ranks or 0,
         skipped_steps=tuple(_window(text) for text in spec.skipped.split(",") if text),
     )
+
+
+def _cadence(config: Config) -> dict[str, Any]:
+    """Return what the user has said of intervals, for a program, which has its own; the bundled job reads them."""
+    checkpoint, names = config.checkpoint, ("snapshot_steps", "save_steps", "save_minutes", "overhead_cap")
+    said = {name: getattr(checkpoint, name) for name in names if name in checkpoint.model_fields_set}
+    # Of these, null leaves it to the program.
+    return {name: value for name, value in said.items() if value is not None or name == "snapshot_steps"}
 
 
 def _window(text: str) -> tuple[int, int]:

@@ -32,7 +32,8 @@ from typing import Any, NoReturn
 
 from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
-from runner.launcher.rendezvous import BACKEND
+from checkpointing.host.limits import explained
+from runner.launcher.rendezvous import BACKEND, EXIT_LIMITED
 from runner.system import processes
 
 PRELOAD = ["runner.training.preload"]
@@ -313,4 +314,10 @@ def _launch(request: Message) -> Message:
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (OSError, RuntimeError) as error:
+        if not explained(str(error)):
+            raise
+        print(f"runner: the launcher: {error}", file=sys.stderr)
+        sys.exit(EXIT_LIMITED)

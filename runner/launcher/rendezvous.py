@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 # The name of `rdzv_backend` in torchrun.
 BACKEND = "runner"
+# Status of a launcher that could start no thread or process, or open no file.
+EXIT_LIMITED = 71  # EX_OSERR
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from checkpointing.agent.protocol import Message
 from checkpointing.errors import AgentDelayed, AgentUnavailable, may_pass
 from checkpointing.host.heartbeat import ControlPage, Heartbeat
 from checkpointing.host.interpreter import module_command
+from checkpointing.host.limits import explained
 from runner.config.schema import Config
 from runner.errors import LaunchDelayed, LaunchError
 from runner.journal.run_directory import RunDirectory
@@ -149,7 +150,9 @@ class LauncherHelper(HelperProcess):
         except OSError as error:
             self.sock.close()
             theirs.close()
-            raise (LaunchDelayed if may_pass(error) else LaunchError)(f"the launcher did not start: {error}") from None
+            raise (LaunchDelayed if may_pass(error) else LaunchError)(
+                f"the launcher did not start: {error}{explained(str(error))}"
+            ) from None
         theirs.close()
 
     def close(self) -> None:

@@ -12,8 +12,10 @@ from checkpointing.agent import protocol
 from checkpointing.agent.events import Event, RestartStateFailed, StorageRetried
 from checkpointing.agent.protocol import Message
 from checkpointing.host.heartbeat import Heartbeat
+from checkpointing.host.limits import NO_THREAD, explained
 from runner.errors import LaunchDelayed, LaunchError
 from runner.journal.events import Malformed, parse_event
+from runner.launcher.rendezvous import EXIT_LIMITED
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
@@ -94,6 +96,8 @@ class Helpers:
                 assert status is not None
                 if status < 0:
                     raise LaunchDelayed(f"the launcher was killed by signal {-status} while it loaded torch")
+                if status == EXIT_LIMITED:
+                    raise LaunchDelayed(f"the launcher did not start{explained(NO_THREAD)}")
                 raise LaunchError(f"the launcher ended with status {status} while it loaded torch; its error is above")
             if self._host.monotonic() > deadline:
                 raise LaunchDelayed(

@@ -209,4 +209,6 @@ class OutputRelay:
                             for queue in _queues:
                                 queue.drain(_INTERVAL_S)
         for fd, _ in logs:
-            os.close(fd)
+            # A file system that is gone says so at the end, too.
+            with contextlib.suppress(OSError):
+                os.close(fd)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.errors import EXIT_PREEMPTED
+from checkpointing.host.limits import explained
 from runner.recovery.failure import Failure, is_effect
 from runner.recovery.kinds import FailureKind, kind_of_error
 from runner.system.text import visible
@@ -151,7 +152,8 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, has_stepped: b
         window = (min(started_step + 1, bad), bad)
         return Failure(kind, cause, first.rank, step, f"{found[1]}|{bad}", window)
     if known is not None:
-        return Failure(known, cause + known.rule.advice, first.rank, step, signature)
+        limit = explained(first.error) if known is FailureKind.LIMITED else ""
+        return Failure(known, cause + known.rule.advice + limit, first.rank, step, signature)
     if first.transient:
         return Failure(FailureKind.NETWORK, cause, first.rank, step)
     before_first_step = step == 0 and started_step == 0 and not has_stepped and not is_effect(first.error)

@@ -281,6 +281,26 @@ class FailureKind(Enum):
         exit_code=ExitCode.BUDGET_SPENT,
         costs_budget=False,
     )
+    LIMITED = Rule(
+        "machine limit",
+        known_by="a rank, or a process of the runner's, that cannot start a thread or a process, or open a file",
+        response="restart after a delay, also before the first step, `restart.max_network_retries` times at most "
+        "without a new checkpoint; the cause names the limit, and what it is",
+        action=Action.RETRY,
+        exit_code=ExitCode.BUDGET_SPENT,
+        costs_budget=False,
+        error=re.compile(
+            r"^RuntimeError: can't start new thread|^BlockingIOError: \[Errno 11\]"
+            r"|\[Errno (23|24)\] Too many open files|Failed to init uv loop|pthread_create"
+        ),
+        examples=(
+            "RuntimeError: can't start new thread",
+            "BlockingIOError: [Errno 11] Resource temporarily unavailable",
+            "OSError: [Errno 24] Too many open files: '/data/train.parquet'",
+            "DistStoreError: Failed to init uv loop. Error code: -24",
+            "terminate called after throwing: pthread_create failed: Resource temporarily unavailable",
+        ),
+    )
     BOOT = Rule(
         "boot failure",
         known_by="any other Python error before the first step",

@@ -169,7 +169,8 @@ def _retry(history: Sequence[AttemptRecord], batch: BatchDivision, max_retries: 
     failure = history[-1].failure
     tries = _in_a_row(history, lambda kind: kind is failure.kind)
     if tries > max_retries:
-        return Stop(ExitCode.BUDGET_SPENT, f"{tries} network failures without a new checkpoint: {failure.cause}")
+        what = "network failures" if failure.kind is FailureKind.NETWORK else "failures at a machine limit"
+        return Stop(ExitCode.BUDGET_SPENT, f"{tries} {what} without a new checkpoint: {failure.cause}")
     # Unlike other failures, the first one waits as well: at once, the server would only give the same answer.
     return Restart(tries + 1, failure.cause, batch)
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
+from checkpointing.host import limits
 from checkpointing.storage.durable import replace_file
 from checkpointing.storage.object_store import StorageTimeout
 from runner.config.load import load_config
 from runner.config.schema import Config
-from runner.errors import RunBusy, RunnerError, StorageFailed, StorageFull, UsageError, unusable
+from runner.errors import LaunchDelayed, RunBusy, RunnerError, StorageFailed, StorageFull, UsageError, unusable
 from runner.journal.events import Entry, RunEnded, RunStarted
 from runner.journal.journal import read_journal
 from runner.journal.run_directory import RunDirectory, hold_lock
@@ -39,6 +40,8 @@ _WEIGHTS = (
 )
 _STATE = "trainer_state.json"
 _RETRY_S = 1.0
+# Of a run of one rank: runner, agent, launcher, fork server, and their threads; 2 ranks have 50 at most.
+_FEWEST_PROCESSES = 24
 
 
 class LocationLock:
@@ -221,6 +224,14 @@ def _absolute(config: Config) -> Config:
     copied = config.model_copy(deep=True)
     copied.make_absolute()
     return copied
+
+
+def check_processes() -> None:
+    """Refuse to begin where not even one rank can be started; raises LaunchDelayed."""
+    if limits.room_for_processes() < _FEWEST_PROCESSES:
+        raise LaunchDelayed(
+            f"a run needs at least {_FEWEST_PROCESSES} processes and threads{limits.explained(limits.NO_THREAD)}"
+        )
 
 
 def check_storage(config: Config) -> tuple[list[str], bool]:

@@ -106,13 +106,13 @@ class Session:
         self._stack.close()
 
     def _close_journal(self) -> None:
+        self._journal.close()
         if not self._journal.is_complete:
             print(
-                f"runner: warning: the end of {self.directory.journal} could not be written (is the disk full?); "
+                f"runner: warning: the end of {self.directory.journal} could not be written ({self._journal.error}); "
                 "runner status will not know how this run ended",
                 file=sys.stderr,
             )
-        self._journal.close()
 
     def record(self, event: Event) -> None:
         """Append an event to the journal."""

@@ -9,6 +9,8 @@ from collections.abc import Set as AbstractSet
 
 from checkpointing.commit.tiers import Tiers
 from checkpointing.errors import CheckpointError
+from checkpointing.host.limits import explained
+from checkpointing.host.watched_directory import WatchedDirectory
 from checkpointing.storage import Storage
 from runner.config.schema import Config
 from runner.errors import ExitCode, RunnerError
@@ -190,16 +192,22 @@ def end_of_error(error: RunnerError | OSError) -> Stop:
         return Stop(error.exit_code, str(error))
     # Such as a full disk or too many open files: a later start, or another node, may not meet it.
     path = f"{error.filename}: " if error.filename else ""
-    return Stop(ExitCode.BUDGET_SPENT, f"system error: {path}{error.strerror or error}")
+    text = error.strerror or str(error)
+    return Stop(ExitCode.BUDGET_SPENT, f"system error: {path}{text}{explained(text)}")
 
 
-def end_without_location(durable: Storage, attempt: int) -> Stop | None:
-    """Return how a run ends whose location has been removed or unmounted; None if it is there.
+def end_without_location(durable: Storage, attempt: int, watched: WatchedDirectory | None = None) -> Stop | None:
+    """Return how a run ends whose location was moved or unmounted; None if it is there, or was removed.
 
-    Another attempt would start from the beginning, in another folder of that name.
+    Another attempt would start from the beginning, in another folder of that name. What was removed nobody can put
+    back, and the next attempt keeps what is in memory in a new folder. `watched` is the location as the run knew it.
     """
     root = durable.root
-    if root is None or root.is_dir():
+    try:
+        if root is None or root.is_dir() or (watched is not None and watched.was_removed):
+            return None
+    except OSError:
+        # It does not answer now; the next attempt waits for that.
         return None
     return Stop(ExitCode.STORAGE_FAILED, f"{root} existed when attempt {attempt} began and is gone; put it back")
 

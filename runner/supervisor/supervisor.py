@@ -7,11 +7,16 @@ through the event loop, so that all of them can be interrupted. Whatever happens
 
 from __future__ import annotations
 
+import errno
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 from checkpointing.agent.events import Event
 from checkpointing.commit.tiers import Tiers
+from checkpointing.errors import may_pass
+from checkpointing.host.limits import explained
+from checkpointing.host.watched_directory import WatchedDirectory
 from runner.config.schema import Config, RestartConfig
 from runner.errors import ExitCode, LaunchDelayed, LaunchError, PeersMissing, RunnerError
 from runner.journal.attempts import Job
@@ -32,6 +37,10 @@ from runner.supervisor.membership import Membership
 from runner.supervisor.run_record import RunRecord, end_of_error, end_without_last_save, end_without_location, ended
 from runner.system.processes import Host
 from runner.ui.progress import ProgressDisplay
+
+_RETRY_S = 1.0
+# What only people change.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Supervisor:
@@ -76,8 +85,11 @@ class Supervisor:
         # Last finished step of the newest attempt.
         self._last_step = 0
         self._notices = Notices(self._config, self._display)
+        self._faltering = Faltering(self._config.launch.rendezvous_timeout_s)
         # Whether some rank of the run has used a checkpoint manager.
         self._used_manager = False
+        # The location of a directory, as the newest attempt found it.
+        self._location: WatchedDirectory | None = None
         self.reason, self.was_replaced = "", False
         self.failed_log: Path | None = None
 
@@ -166,6 +178,16 @@ class Supervisor:
     # -- attempts and decisions --------------------------------------------------------------------------------------
 
     def _attempt_and_decide(self) -> Restart | Stop:
+        while True:
+            try:
+                decision = self._try_attempt()
+            except OSError as error:
+                self._faltering.wait(error, self._session)
+            else:
+                self._faltering.over()
+                return decision
+
+    def _try_attempt(self) -> Restart | Stop:
         stop = self._session.stop
         try:
             if not stop:
@@ -184,7 +206,8 @@ class Supervisor:
     def _decide_without_attempt(self, error: LaunchDelayed | LaunchError | PeersMissing) -> Restart | Stop:
         """Decide after an attempt that could not begin; raises the error where there is nothing to decide."""
         if isinstance(error, LaunchDelayed):
-            return self._record_and_decide(Failure(FailureKind.LAUNCHER_LOST, str(error)), None)
+            kind = FailureKind.LIMITED if explained(str(error)) else FailureKind.LAUNCHER_LOST
+            return self._record_and_decide(Failure(kind, str(error)), None)
         if isinstance(error, PeersMissing) and self._record.has_finished:
             return Stop(ExitCode.DONE, "had finished before; the other nodes are gone")
         raise error
@@ -204,7 +227,9 @@ class Supervisor:
         self._record.add(failure, self._node.checkpoints.committed_step)
         decision = self._decide(failure)
         if isinstance(decision, Restart):
-            decision = end_without_location(self._config.tiers.durable, self._session.attempt) or decision
+            decision = (
+                end_without_location(self._config.tiers.durable, self._session.attempt, self._location) or decision
+            )
         if isinstance(decision, Restart):
             self._record.take(decision, self._session)
             where = f" (log: {log})" if log is not None else ""
@@ -248,6 +273,8 @@ class Supervisor:
         spec = self._record.next_spec(
             session, self._members.nodes, self._job, self._members.limits, held=held, host=self._lead.host
         )
+        if (root := self._config.tiers.durable.root) is not None:
+            self._location = WatchedDirectory(root)
         self._members.begin(spec)
         self._node.others_busy = False
         result = self._node.run_attempt(spec, self._each_turn)
@@ -321,6 +348,29 @@ def retry(attempt: Callable[[], Restart | Stop], restart: RestartConfig, session
         session.record(Backoff(delay_s=round(delay_s, 3)))
         session.sleep(delay_s)
     return decision
+
+
+class Faltering:
+    """Waits out a file system that fails between attempts: snapshots in memory would end with this process."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s, self._since = patience_s, math.inf
+
+    def over(self) -> None:
+        """Note that it works."""
+        self._since = math.inf
+
+    def wait(self, error: OSError, session: Session) -> None:
+        """Wait a second; raises `error` if it will not pass, does not pass in time, or the run is to stop."""
+        now = session.monotonic()
+        if session.stop or not may_pass(error) or error.errno in _NO_ROOM or now - self._since > self._patience_s:
+            raise error
+        if self._since == math.inf:
+            self._since = now
+            where = f"{error.filename}: " if error.filename else ""
+            text = f"{where}{error.strerror or error}; trying again for {self._patience_s:.0f} s"
+            session.display.message(text)
+        session.sleep(_RETRY_S)
 
 
 class Notices:

@@ -179,7 +179,7 @@ class RecordingStore(FilesystemStore):
         super().read_into(key, start, target)
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        self._recorder.add("list", folder)
+        self._recorder.add("list", _plain(folder))
         return super().sizes(folder)
 
     def delete(self, keys: Iterable[str]) -> None:

@@ -213,6 +213,12 @@ class ObjectScripts:
             return (yield from self.abort(folder, "damaged"))
         if rules.looks_before and not (yield from self.look(step, attempt)):
             return (yield from self.abort(folder, "fenced"))
+        if rules.manifest_last:
+            # Whether the store keeps what it has confirmed; a newer attempt may have swept it.
+            _, _, data = yield Op("list", _key(folder, ""))
+            if any((folder, name) not in data for name in self.files):
+                seen = yield from self.look(step, attempt)
+                return (yield from self.abort(folder, "failed" if seen else "fenced"))
         yield Op("at", "remote.publishing", idle=True)
         outcome = yield from self.publish(step, folder, attempt)
         if outcome == REFUSED:
@@ -259,8 +265,11 @@ class ObjectScripts:
             if found is None:
                 return NO_ANSWER
             answer = STORED if found == ours else REFUSED
-        if not (answer == STORED and self.honours) and self.rules.reads_back:
-            answer = STORED if (yield Op("get", key)) == ours else REFUSED
+        if self.rules.reads_back:
+            found = yield Op("get", key)
+            # One that was acknowledged, and is gone, a newer attempt has moved aside: the next look says so.
+            if not (answer == STORED and found is None):
+                answer = STORED if found == ours else REFUSED
         return answer
 
     def make_way(self, step: int, attempt: int) -> Script:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from contract.support import assert_good_order, assert_is_what_was_written, comm
 from helpers.servers import small_disk
 from infra.parts import needs
 
-from checkpointing.errors import CommitFailed
+from checkpointing.errors import CommitFailed, Fenced
 from checkpointing.storage import open_storage
 
 # The fsyncs of one commit, in this order; the last one makes the rename durable.
@@ -168,3 +169,33 @@ def test_a_disk_that_becomes_read_only(when: str, disk: Path) -> None:
     # Files that could not be removed then do not block this attempt.
     assert_is_what_was_written(storage, commit(storage, 2))
     assert_good_order(location, [1, 2])
+
+
+def test_a_location_that_was_removed_is_made_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run trained to its end and dropped its final state: `put it back`, said its end, of what was gone."""
+    root = tmp_path / "run" / "checkpoints"
+    storage = open_storage(str(root))
+    storage.begin_attempt(3)
+    commit(storage, 1, attempt=3)
+    shutil.rmtree(tmp_path / "run")
+    manifest = commit(storage, 2, attempt=3)
+    assert storage.steps() == [2] and storage.read_manifest(2) == manifest
+    assert "was removed while attempt 3 ran; it is made again, and what it held is lost" in capfd.readouterr().err
+    storage.sidecars.write("lease-1", b"{}")
+    # An older attempt is shut out as before.
+    older = open_storage(str(root))
+    with pytest.raises(Fenced):
+        older.begin_attempt(2)
+    storage.begin_attempt(4)
+    shutil.rmtree(root)
+    commit(storage, 3, attempt=4)
+    assert storage.steps() == [3]
+
+
+def test_a_location_that_was_moved_is_not(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "run" / "checkpoints"))
+    storage.begin_attempt(3)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(CommitFailed, match="existed when attempt 3 began and is gone; put it back"):
+        commit(storage, 2, attempt=3)
+    assert not (tmp_path / "run").exists()

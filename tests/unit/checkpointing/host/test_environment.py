@@ -44,6 +44,8 @@ def test_json_is_read_back_equal() -> None:
         (json.dumps({**VALUES, "allow_changes": 1}), "allow_changes is not true or false"),
         (json.dumps({**VALUES, "skipped_steps": [[1, 2, 3]]}), "skipped_steps is not a list of pairs"),
         (json.dumps({**VALUES, "skipped_steps": "41-45"}), "skipped_steps is not a list of pairs"),
+        (json.dumps({**VALUES, "cadence": {"snapshot_steps": "often"}}), "cadence.snapshot_steps is not a number"),
+        (json.dumps({**VALUES, "cadence": {"steps": 1}}), "cadence is not an object with keys of"),
     ],
 )
 def test_anything_else_is_refused_by_one_error(text: str, why: str) -> None:
@@ -53,7 +55,7 @@ def test_anything_else_is_refused_by_one_error(text: str, why: str) -> None:
 
 def test_each_field_is_checked() -> None:
     for name in asdict(SETTINGS):
-        wrong: dict[str, Any] = {**VALUES, name: {}}
+        wrong: dict[str, Any] = {**VALUES, name: {"odd": {}}}
         with pytest.raises(ValueError, match=f"{name} is not"):
             RankSettings.from_json(json.dumps(wrong))
 

@@ -6,6 +6,8 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 from checkpointing.host.locking import holder, is_elsewhere, open_lock, this_machine, try_lock, wait_for_lock
 
 
@@ -36,3 +38,14 @@ def test_a_holder_is_here_or_on_another_machine() -> None:
     assert not is_elsewhere(f"pid 7 on {this_machine()}")
     assert is_elsewhere("pid 7 on another (boot 1)")
     assert not is_elsewhere("unknown")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_who_shares_a_folder_shares_its_locks(umask: int, mode: int, tmp_path: Path) -> None:
+    """Another user of the group could not continue a run: its locks were 0644 whatever the umask said."""
+    before = os.umask(umask)
+    try:
+        os.close(open_lock(tmp_path / "lock"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == mode

@@ -40,6 +40,17 @@ def test_a_supervisors_location_brings_its_own_local_tier(tmp_path: Path) -> Non
     assert options.tiers.local is None and options.resume == "auto" and options.has_chosen_location
 
 
+def test_intervals_of_the_run_come_before_those_of_the_script() -> None:
+    """`--set checkpoint.snapshot_steps=3` had no effect with a script."""
+    own = Cadence(snapshot_steps=7, save_steps=20)
+    assert resolve(location="own", cadence=own).cadence == own
+    settings = RankSettings(cadence={"snapshot_steps": 3, "save_minutes": 5.0})
+    assert resolve(settings, location="own", cadence=own).cadence == Cadence(3, 20, 5.0)
+    assert resolve(RankSettings(cadence={"snapshot_steps": None}), location="x", cadence=own).cadence == Cadence(
+        None, 20
+    )
+
+
 @pytest.mark.parametrize("text", ["newest", "-1", "1.5", "", "\N{SUPERSCRIPT TWO}"])
 def test_anything_but_a_policy_or_a_step_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="use auto, never, or the number of a committed step"):

@@ -162,3 +162,18 @@ def test_watching_outlasts_storage_that_is_away(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         os.close(terminal)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_standard_stream_that_is_closed_leads_nowhere(closed: str, tmp_path: Path) -> None:
+    """What was opened next got its number: ranks had a socket of the runner's for their output, and failed."""
+    program = (
+        "import os, sys; from pathlib import Path; from runner.cli.main import open_closed_streams; "
+        "open_closed_streams(); print('out'); print('err', file=sys.stderr); sys.stdin.read(); "
+        "Path('seen').write_text('\\n'.join(os.readlink(f'/proc/self/fd/{n}') for n in range(3)))"
+    )
+    subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, program], check=True, cwd=tmp_path, input=b"")
+    streams = (tmp_path / "seen").read_text().splitlines()
+    assert [streams[n] for n, text in enumerate(("<&-", " >&-", "2>&-")) if text.strip() in closed.split()] == [
+        "/dev/null"
+    ] * len(closed.split())

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from runner.config.load import CONFIG_VARIABLES, load_config, settings_from_environment
+from runner.config.load import CONFIG_VARIABLES, load_config, parse_setting, settings_from_environment
 from runner.config.schema import Config
+from runner.errors import UsageError
 from runner.program.program import Program
 
 
@@ -50,3 +51,19 @@ def test_a_script_needs_no_package_that_it_does_not_use(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(importlib.util, "find_spec", missing)
     assert load_config(None, {}, program=Program("script", "/x/train.py")).trainer == {}
+
+
+def test_a_settings_value_is_taken_as_it_is() -> None:
+    """A line break became a space, so that checkpoints went to another folder."""
+    assert parse_setting("checkpoint.location=/tmp/a\nb")[1] == "/tmp/a\nb"
+    assert parse_setting("model.config={a: 1,\n b: 2}")[1] == {"a": 1, "b": 2}
+    assert parse_setting("checkpoint.location=/tmp/é")[1] == "/tmp/é"
+    with pytest.raises(UsageError, match="no UTF-8"):
+        parse_setting("checkpoint.location=/tmp/\udcff")
+
+
+def test_a_home_folder_is_expanded_where_no_shell_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the name ~ was made in the working directory."""
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(None, {}, [parse_setting(f"{key}=~/x") for key in ("checkpoint.location", "output_dir")])
+    assert (config.checkpoint_location, config.output_dir) == ("/home/me/x", "/home/me/x")

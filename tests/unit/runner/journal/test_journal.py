@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.journals import entry, event
 from infra.parts import lacks
 
+from checkpointing.agent.events import Committed
 from checkpointing.host.heartbeat import machine_clock
 from runner.journal.events import Entry, Malformed
 from runner.journal.journal import Journal, JournalReader, SteadyClock, read_journal
@@ -123,3 +127,46 @@ def test_a_run_goes_on_after_what_its_journal_has(monkeypatch: pytest.MonkeyPatc
     """Whatever the wall clock says now: times of a journal never go back."""
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     assert SteadyClock(not_before=5000.0)() == pytest.approx(5000.0, abs=60)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_file_system_that_fails_for_a_while_costs_no_event_and_no_run(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stale handle of the output folder ended a run in mid-training, by an error without a path."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, clock=lambda: 12.0)
+    journal.append(event("run_started", run_id="r"), 0)
+
+    def fails(*_: object) -> int:
+        raise OSError(number, "it failed")
+
+    with monkeypatch.context() as patch:
+        for name in ("write", "fstat", "open"):
+            patch.setattr(os, name, fails)
+        journal._reserved = 0
+        for step in (10, 20):
+            journal.append(event("committed", step=step), 1)
+        assert not journal.is_complete and journal.error == "it failed"
+    if number == errno.ESTALE:
+        # The server knows the old handle no more.
+        os.close(journal._fd)
+        journal._fd = os.open(tmp_path, os.O_RDONLY)
+        monkeypatch.setattr(os, "write", raising_once(os.write, OSError(number, "it failed")))
+        journal.append(event("committed", step=30), 1)
+    journal.append(event("committed", step=40), 1)
+    journal.close()
+    assert journal.is_complete
+    steps = [one.event.step for one in read_journal(path) if isinstance(one.event, Committed)]
+    assert steps == [10, 20, *([30] if number == errno.ESTALE else []), 40]
+
+
+def raising_once(call: Callable[..., int], error: OSError) -> Callable[..., int]:
+    waiting = [error]
+
+    def replaced(*arguments: Any) -> int:
+        if waiting:
+            raise waiting.pop()
+        return call(*arguments)
+
+    return replaced

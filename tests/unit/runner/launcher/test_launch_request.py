@@ -264,3 +264,23 @@ def test_the_places_of_those_that_are_left_have_no_gap() -> None:
 def test_a_run_of_one_node_meets_on_loopback_whatever_the_endpoint() -> None:
     found = meeting(AttemptSpec(1, 1), nnodes=1)
     assert (found["host"], found["bind"], found["port"], found["place"]) == ("127.0.0.1", "127.0.0.1", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"),
+    [
+        ({}, {}),
+        ({"snapshot_steps": 3}, {"snapshot_steps": 3}),
+        ({"snapshot_steps": None, "save_steps": None, "save_minutes": None}, {"snapshot_steps": None}),
+        ({"save_steps": "auto", "save_minutes": 5, "overhead_cap": 0.02},
+         {"save_steps": "auto", "save_minutes": 5.0, "overhead_cap": 0.02}),
+    ],
+)  # fmt: skip
+def test_intervals_that_the_user_has_set_reach_a_program(
+    checkpoint: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """`checkpoint.snapshot_steps` was ignored with a script."""
+    config = Config.model_validate({"checkpoint": checkpoint})
+    script = Job(Program("script", str(tmp_path / "train.py")))
+    assert settings_of(launched(script, AttemptSpec(1, 1), config=config)).cadence == expected
+    assert settings_of(launched(Job(), AttemptSpec(1, 1), config=config)).cadence == {}

@@ -162,9 +162,9 @@ def test_a_journal_that_could_not_be_written_is_pointed_out(
     system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Journal, "is_complete", False)
-    with opened(tmp_path):
-        pass
-    assert "journal.jsonl could not be written (is the disk full?)" in capsys.readouterr().err
+    with opened(tmp_path) as one:
+        one._journal.error = "Disk quota exceeded"
+    assert "journal.jsonl could not be written (Disk quota exceeded)" in capsys.readouterr().err
 
 
 def test_a_folder_whose_path_is_too_long_for_sockets_is_not_used(

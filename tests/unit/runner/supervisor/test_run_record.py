@@ -11,6 +11,7 @@ from helpers.journals import event
 from helpers.node_fakes import FakeNode, FakeSession
 
 from checkpointing.agent.events import FencedEvent
+from checkpointing.host.watched_directory import WatchedDirectory
 from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.storage.sidecars import LocalSidecars
@@ -220,5 +221,27 @@ def test_a_location_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     assert "existed when attempt 3 began and is gone; put it back" in end.reason
 
 
+def test_a_location_that_was_removed_does_not_end_the_run(tmp_path: Path) -> None:
+    """Nobody can put it back, and what ranks have in memory was dropped."""
+    storage, root = open_storage(str(tmp_path / "checkpoints")), tmp_path / "checkpoints"
+    root.mkdir()
+    watched = WatchedDirectory(root)
+    root.rename(tmp_path / "moved")
+    assert end_without_location(storage, 3, watched) is not None
+    (tmp_path / "moved").rmdir()
+    assert end_without_location(storage, 3, watched) is None
+
+
 def test_object_storage_is_never_gone() -> None:
     assert end_without_location(open_storage("memory://bucket/run"), 3) is None
+
+
+def test_a_location_that_does_not_answer_now_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stale handle a run ended at its first restart, though the handle was good again after seconds."""
+    storage = open_storage(str(tmp_path / "checkpoints"))
+
+    def stale(self: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle", str(self))
+
+    monkeypatch.setattr(Path, "is_dir", stale)
+    assert end_without_location(storage, 3) is None

@@ -344,7 +344,7 @@ def test_that_a_job_of_several_nodes_has_finished_is_recorded(
 
 
 def test_a_script_that_saves_nothing_is_pointed_out_once(tmp_path: Path) -> None:
-    crash = AttemptResult(Failure(FailureKind.CRASHED, "killed", step=0))
+    crash = AttemptResult(Failure(FailureKind.CRASHED, "killed", 1, step=0))
     bench = Bench(tmp_path, crash, crash, FINISHED, script="train.py")
     assert bench.run() is ExitCode.DONE
     assert bench.texts.count("used neither resilient() nor a CheckpointManager") == 1

@@ -46,10 +46,10 @@ def test_two_signals_leave_no_time_unless_they_are_one_notice(
     now = 100.0
     monkeypatch.setattr("runner.system.event_loop.time.monotonic", lambda: now)
     assert not stop
-    os.kill(os.getpid(), first)
+    signal.raise_signal(first)
     assert stop and not stop.at_once and stop.over_at(25.0) == 125.0
     now += apart_s
-    os.kill(os.getpid(), second)
+    signal.raise_signal(second)
     assert stop.at_once is at_once and stop.reason == first.name
     assert stop.over_at(25.0) == (now if at_once else 125.0)
 
@@ -59,9 +59,9 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = StopRequest()
     stop.count_signals()
-    os.kill(os.getpid(), signal.SIGHUP)
+    signal.raise_signal(signal.SIGHUP)
     assert not stop
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     assert stop.reason == "SIGTERM"
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -71,7 +71,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 def test_one_notice_by_two_ways_is_one(signal_first: bool, stop: StopRequest) -> None:
     """Slurm signals every task: another machine's runner, or a rank, may tell of it before our own signal comes."""
     ways: list[Callable[[], None]] = [
-        lambda: os.kill(os.getpid(), signal.SIGUSR1),
+        lambda: signal.raise_signal(signal.SIGUSR1),
         lambda: stop.ask("machine 1: SIGUSR1"),
     ]
     for way in ways if signal_first else reversed(ways):
@@ -79,7 +79,7 @@ def test_one_notice_by_two_ways_is_one(signal_first: bool, stop: StopRequest) ->
     assert stop and not stop.at_once
     stop.ask("a signal to rank 0")
     assert not stop.at_once
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     assert stop.at_once
 
 
