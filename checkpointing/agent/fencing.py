@@ -113,6 +113,7 @@ class Fencer:
             self._fence_durable(fencing)
         else:
             local.begin_attempt(fencing.attempt, fencing.held)
+            local.watch_location()
             outcome = in_background(lambda: self._fence_durable(fencing), "checkpoint-fence-durable")
             try:
                 outcome.result(self._patience_s)
@@ -141,4 +142,5 @@ class Fencer:
                 fence = durable.fence()
                 held |= {known for known in local.counting() if fence.admits_step(*known)}
             durable.begin_attempt(fencing.attempt, held)
+            durable.watch_location()
             fencing.durable_begun = True

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemRe
 
 from checkpointing.commit.reading import MemoryFile
 from checkpointing.dcp.folders import METADATA, Published
+from checkpointing.dcp.harmless import check_index, check_value
 
 
 def can_verify(reader: object) -> bool:
@@ -53,6 +54,7 @@ class VerifiedFiles(FilesOfOneFolder):
         """Open a file; `mode` is `rb`."""
         name = os.fspath(path).removeprefix(f"{self._path}/")
         if name == METADATA:
+            check_index(self._published.metadata, self._path)
             yield io.BytesIO(self._published.metadata)
         else:
             yield MemoryFile(self._published.read(name))
@@ -77,9 +79,28 @@ class VerifiedFiles(FilesOfOneFolder):
 
 @contextlib.contextmanager
 def verified(reader: Any, published: Published) -> Iterator[None]:
-    """Have a reader use verified files meanwhile."""
-    before, reader.fs = reader.fs, VerifiedFiles(os.fspath(reader.path), published)
+    """Have a reader use verified files meanwhile, and values that make nothing but data."""
+    where = os.fspath(reader.path)
+    before, reader.fs = reader.fs, VerifiedFiles(where, published)
+    read_data = reader.read_data
+    reader.read_data = lambda plan, planner: read_data(plan, _CheckingPlanner(planner, where))
     try:
         yield
     finally:
         reader.fs = before
+        del reader.read_data
+
+
+class _CheckingPlanner:
+    """A load planner whose values that are no tensors are checked before torch unpickles them."""
+
+    def __init__(self, planner: Any, where: str) -> None:
+        self._planner, self._where = planner, where
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Check the value, and have it loaded."""
+        check_value(value.getvalue(), self._where, read_item.dest_index.fqn)
+        self._planner.load_bytes(read_item, value)

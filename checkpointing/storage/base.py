@@ -163,6 +163,13 @@ class Storage(ABC):
             self._put_fence(self._claim.completed(self.counting() | held))
             failpoint("fence.published")
 
+    @abstractmethod
+    def watch_location(self) -> None:
+        """Have a location that is removed while an attempt runs made again, where there are directories.
+
+        This process then keeps the directory's volume from being unmounted.
+        """
+
     def has_begun(self, attempt: int) -> bool:
         """Return whether this process has begun an attempt here."""
         return self._claim.attempt == attempt

@@ -10,7 +10,7 @@ import shutil
 import stat
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from checkpointing.errors import AWAY_ERRNOS, ForeignCheckpoint, InvalidCheckpoint
@@ -101,9 +101,8 @@ class LocalStorage(Storage):
         except ValueError as error:
             raise OSError(f"{path}: {error}; remove it if no run writes here") from None
 
-    def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]] = ()) -> None:
-        """Note as well which directory it is."""
-        super().begin_attempt(attempt, held)
+    def watch_location(self) -> None:
+        """Hold the directory."""
         self._watched = WatchedDirectory(self.root)
 
     def begin(self, step: int, attempt: int, identity: str = "", *, joins: bool = False) -> LocalTransaction:

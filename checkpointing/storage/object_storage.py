@@ -362,6 +362,9 @@ class ObjectStorage(Storage):
             raise InvalidCheckpoint(place, f"no {MANIFEST_NAME}: it was never committed")
         return Manifest.from_json(data, place)
 
+    def watch_location(self) -> None:
+        """Do nothing: a bucket has no directories."""
+
     def has_step(self, step: int) -> bool:
         """Return whether there is a manifest of that step; the others are not listed."""
         return step in self._steps(self._sizes(step))

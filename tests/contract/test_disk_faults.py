@@ -176,6 +176,7 @@ def test_a_location_that_was_removed_is_made_again(tmp_path: Path, capfd: pytest
     root = tmp_path / "run" / "checkpoints"
     storage = open_storage(str(root))
     storage.begin_attempt(3)
+    storage.watch_location()
     commit(storage, 1, attempt=3)
     shutil.rmtree(tmp_path / "run")
     manifest = commit(storage, 2, attempt=3)
@@ -187,6 +188,7 @@ def test_a_location_that_was_removed_is_made_again(tmp_path: Path, capfd: pytest
     with pytest.raises(Fenced):
         older.begin_attempt(2)
     storage.begin_attempt(4)
+    storage.watch_location()
     shutil.rmtree(root)
     commit(storage, 3, attempt=4)
     assert storage.steps() == [3]
@@ -195,6 +197,7 @@ def test_a_location_that_was_removed_is_made_again(tmp_path: Path, capfd: pytest
 def test_a_location_that_was_moved_is_not(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "run" / "checkpoints"))
     storage.begin_attempt(3)
+    storage.watch_location()
     (tmp_path / "run").rename(tmp_path / "moved")
     with pytest.raises(CommitFailed, match="existed when attempt 3 began and is gone; put it back"):
         commit(storage, 2, attempt=3)

@@ -65,7 +65,6 @@ def replace_index(folder: Path, data: bytes) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-@pytest.mark.xfail(reason="torch unpickles the index of its checkpoints (docs/design/threat-model.md)", strict=True)
 def test_the_index_of_torchs_distributed_checkpoints_runs_no_code(dcp_folder: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     replace_index(dcp_folder, pickle.dumps(Bomb(marker)))
@@ -84,7 +83,6 @@ def test_an_index_that_was_replaced_without_its_digest_is_not_read(dcp_folder: P
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-@pytest.mark.xfail(reason="torch unpickles values that are no tensors (docs/design/threat-model.md)", strict=True)
 def test_a_value_in_torchs_distributed_checkpoints_runs_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,15 @@ from checkpointing.dcp.verified_files import VerifiedFiles, can_verify, verified
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.format.manifest import Manifest
 
+INDEX = pickle.dumps({"weight": (1, 2)})
+
 
 def saved(place: Path) -> tuple[LocalFolder, str]:
     folder, save = LocalFolder(place), new_save(0)
     with folder.create(save, "a") as file:
         file.write(b"data")
-    entries = (entry_of(f"{save}/a", b"data"), entry_of(METADATA, b"index"))
-    folder.publish(save, b"index", Manifest("", 0, 1, 1, 0, 0.0, entries))
+    entries = (entry_of(f"{save}/a", b"data"), entry_of(METADATA, INDEX))
+    folder.publish(save, INDEX, Manifest("", 0, 1, 1, 0, 0.0, entries))
     return folder, save
 
 
@@ -36,7 +39,7 @@ def test_files_are_read_whole_and_compared(tmp_path: Path) -> None:
     with verified(reader, folder.published()):
         files: VerifiedFiles = reader.fs
         with files.create_stream(files.concat_path(tmp_path / "step-1", METADATA), "rb") as index:
-            assert index.read() == b"index"
+            assert index.read() == INDEX
         name = files.concat_path(tmp_path / "step-1", f"{save}/a")
         with files.create_stream(name, "rb") as file:
             assert file.read() == b"data" and files.exists(name)

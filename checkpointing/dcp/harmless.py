@@ -1,0 +1,77 @@
+"""Whether a pickle of torch's checkpoints makes nothing but data: who can write to a bucket must not run code here.
+
+`torch.distributed.checkpoint` unpickles the index of a checkpoint, and every value that is no tensor, without a limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import pickle
+from typing import Any
+
+import torch
+
+from checkpointing.errors import CheckpointError
+from checkpointing.process.rng import SAFE_GLOBALS
+
+# Modules of torch whose data classes and enumerations describe a checkpoint.
+_OF_TORCH = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
+_PLAIN = {
+    *(("builtins", name) for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+    ("pathlib._local", "PurePosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+_KINDS_OF_TENSORS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def check_index(data: bytes, where: str) -> None:
+    """Check the index of a checkpoint.
+
+    Raises:
+        CheckpointError: It cannot be parsed, or it names something that is not data.
+    """
+    try:
+        _Harmless(io.BytesIO(data)).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: its index names {error}, which is no data: it may have been forged") from None
+    except Exception as error:
+        raise CheckpointError(f"{where}: its index cannot be parsed ({type(error).__name__}: {error})") from None
+
+
+def check_value(data: bytes, where: str, name: str) -> None:
+    """Check a value that `torch.save` has written; kinds of a script's own are those of `add_safe_globals`.
+
+    Raises:
+        CheckpointError: It cannot be parsed, or it is of a kind that may run code.
+    """
+    try:
+        with torch.serialization.safe_globals(SAFE_GLOBALS):
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise CheckpointError(
+            f"{where}: {name} is not read: it is damaged, or of a kind that may run code ({first[:200]}). If your "
+            "program saves that, declare it: torch.serialization.add_safe_globals([…])"
+        ) from None
+
+
+class _Harmless(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        # A name with dots leads through other objects.
+        if "." not in name:
+            if module == "torch" and isinstance(getattr(torch, name, None), _KINDS_OF_TENSORS):
+                return super().find_class(module, name)
+            if module.startswith(_OF_TORCH):
+                found = super().find_class(module, name)
+                if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)):
+                    return found
+        raise CheckpointError(f"{module}.{name}")
