@@ -30,6 +30,7 @@ from runner.session.bad_machines import check_own_machine
 from runner.session.identity import between_nodes, identify
 from runner.session.session import Session
 from runner.supervisor.follower import Follower
+from runner.supervisor.run_record import end_state
 from runner.supervisor.supervisor import Supervisor
 from runner.system.cache import discard_unsealed
 from runner.system.event_loop import StopRequest
@@ -216,6 +217,9 @@ class Boot:
         except OSError as error:
             _say(f"no summary: {self._directory.journal}: {error.strerror or error}")
         else:
+            if not summary.state.is_over:
+                # The journal could not be written to its end.
+                summary.state = end_state(exit_code)
             if summary.step > 0:
                 click.echo(render(summary, paths_of(self._config, self._directory)))
             elif exit_code == ExitCode.DONE:

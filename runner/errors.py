@@ -17,8 +17,11 @@ RunnerError
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 from enum import IntEnum
+from pathlib import Path
 
 from checkpointing.errors import PASSING_ERRNOS
 
@@ -97,10 +100,22 @@ def unusable(text: str, error: OSError) -> RunnerError:
     # A storage library's own error has none, but is raised from the system's.
     number = error.errno or getattr(error.__cause__, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return StorageFull(f"{text}; make room, then start again")
+        what = "no inode is free (df -i): remove files" if _lacks_inodes(error.filename) else "make room"
+        return StorageFull(f"{text}; {what}, then start again")
     if number in PASSING_ERRNOS:
         return StorageFailed(f"{text}; start again when that works")
     return UsageError(text)
+
+
+def _lacks_inodes(path: object) -> bool:
+    """Return whether the file system of a path, or of a folder above it, has room for bytes and for no further file."""
+    if not isinstance(path, str):
+        return False
+    for folder in (Path(path), *Path(path).absolute().parents):
+        with contextlib.suppress(OSError):
+            status = os.statvfs(folder)
+            return status.f_files > 0 and status.f_favail == 0 and status.f_bavail > 0
+    return False
 
 
 class RunBusy(RunnerError):

@@ -90,7 +90,8 @@ class Fencer:
                 self._report(FencedEvent(reason=str(error)), None)
             except Exception as error:
                 # Ranks wait for the answer: whatever went wrong, they must get one.
-                fencing.error = text_of(error)
+                text, place = text_of(error), self._tiers.durable.location
+                fencing.error = text if place in text else f"{place}: {text}"
 
     def wait_until_answered(self) -> None:
         """Block until the newest attempt has begun: the sweep must not meet what this process writes."""

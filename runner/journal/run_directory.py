@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pwd
 import re
 import shutil
 import time
@@ -65,6 +67,16 @@ def hold_lock(
     return fd, True
 
 
+def _whose(path: Path, error: OSError) -> str:
+    """Return to whom a file belongs that this user may not open, and what to do."""
+    if not isinstance(error, PermissionError):
+        return ""
+    owner = "another user"
+    with contextlib.suppress(OSError, KeyError):
+        owner = pwd.getpwuid(path.stat().st_uid).pw_name
+    return f"; it belongs to {owner}: start the run as that user, give the files to yours, or choose another folder"
+
+
 class RunDirectory:
     """Paths inside `output_dir`.
 
@@ -118,7 +130,10 @@ class RunDirectory:
             what = f"works on {self.root}"
             self._lock_fd, self.is_locked = hold_lock(self._lock_path, what, "--output-dir", notify, cancelled)
         except OSError as error:
-            raise unusable(f"output_dir={str(self.root)!r} cannot be written: {error.strerror}", error) from None
+            path = Path(error.filename or self._lock_path)
+            what = "cannot be written" if path == self.root else f"{path} cannot be written"
+            text = f"output_dir={str(self.root)!r}: {what}: {error.strerror}{_whose(path, error)}"
+            raise unusable(text, error) from None
 
     def run_id(self) -> str:
         """Return the run's identity, which is created on first use; UsageError if its file is damaged."""

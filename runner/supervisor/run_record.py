@@ -180,9 +180,14 @@ def finished_job(storage: Storage) -> str | None:
         return None
 
 
+def end_state(exit_code: ExitCode) -> RunState:
+    """Return the state of a run that has ended with a code."""
+    return _END_STATES.get(exit_code, RunState.FAILED)
+
+
 def ended(decision: Stop) -> RunEnded:
     """Return the event that ends a session."""
-    state = _END_STATES.get(decision.exit_code, RunState.FAILED)
+    state = end_state(decision.exit_code)
     return RunEnded(state=state.value, exit_code=int(decision.exit_code), reason=decision.reason)
 
 

@@ -247,7 +247,7 @@ def test_a_checkpoint_that_is_being_read_is_offered_once_it_is_there(desk: Desk)
 
 def test_storage_that_cannot_be_reached_is_told(desk: Desk) -> None:
     desk.store.refuses = "no route to host"
-    assert desk.rank().say("offer", settled=True) == [{"storage_error": "no route to host"}]
+    assert desk.rank().say("offer", settled=True) == [{"storage_error": "memory://here: no route to host"}]
 
 
 def test_a_damaged_snapshot_is_told_and_not_offered(desk: Desk) -> None:

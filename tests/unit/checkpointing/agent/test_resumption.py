@@ -164,7 +164,7 @@ def test_ranks_are_answered_why_an_attempt_cannot_begin(bench: Bench) -> None:
     begin(bench)
     bench.store.refuses = "no route to host"
     bench.work()
-    assert bench.resumption.refusal() == {"storage_error": "no route to host"}
+    assert bench.resumption.refusal() == {"storage_error": "memory://here: no route to host"}
     bench.store.refuses = None
     other = Tiers(bench.tiers.durable).durable
     other.begin_attempt(9)
