@@ -155,6 +155,9 @@ def failure_of(
         return Failure(FailureKind.PREEMPTED, "the script has ended before its last step, after a stop request")
     if launcher_result.get("launcher_lost"):
         return Failure(FailureKind.LAUNCHER_LOST, "the launcher died")
+    if total_steps is not None and step >= total_steps:
+        # No step is left whose micro-batches could be smaller.
+        idle = {end.rank for end in rank_ends}
     failure = classify(
         list(rank_ends),
         finished=finished,

@@ -40,6 +40,8 @@ OVERLAYS: dict[str, tuple[Any, int, int]] = {
     "spot-workers": (KubernetesJobs, 4, 1),
     "trainjob": (KubernetesJobs, 2, 1),
 }
+# What makes these differ from another one is not a part of a process's life.
+CONTAINED = ("one-node-spot", "several-nodes", "pytorchjob-nodes")
 
 
 class Cluster:
@@ -93,8 +95,10 @@ def run_to_the_end(cluster: Cluster, controller: Controller) -> str | None:
 
 @pytest.mark.parametrize(
     ("cluster", "evicted"),
-    [((overlay, ranks), nodes - 1) for overlay, (_, nodes, ranks) in OVERLAYS.items()],
-    ids=OVERLAYS,
+    [
+        pytest.param((overlay, ranks), nodes - 1, id=overlay, marks=[pytest.mark.soak] if overlay in CONTAINED else [])
+        for overlay, (_, nodes, ranks) in OVERLAYS.items()
+    ],
     indirect=["cluster"],
 )
 def test_an_overlay_starts_is_evicted_and_ends(cluster: Cluster, evicted: int, request: pytest.FixtureRequest) -> None:

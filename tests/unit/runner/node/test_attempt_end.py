@@ -199,3 +199,21 @@ def test_a_reserved_status_without_a_stop_request_is_deterministic() -> None:
 @pytest.mark.parametrize(("count", "limit", "failed"), [(3, 3, True), (2, 3, False), (9, None, False)])
 def test_the_limit_of_failed_saves(count: int, limit: int | None, failed: bool) -> None:
     assert storage_failed((count, "why"), limit) is failed
+
+
+@pytest.mark.parametrize(
+    ("step", "total", "kind"),
+    [
+        (60, 60, FailureKind.MEMORY_OUTSIDE_STEPS),
+        (59, 60, FailureKind.OUT_OF_MEMORY),
+        (60, None, FailureKind.OUT_OF_MEMORY),
+    ],
+)
+def test_where_no_step_is_left_smaller_micro_batches_do_not_help(
+    step: int, total: int | None, kind: FailureKind
+) -> None:
+    """A rank that the kernel ended at its exit was tried again seven times, with the batch of no step in halves."""
+    failed = {"finished": False, "failures": []}
+    end = RankEnd(0, 0, -9, None)
+    found = failure_of(failed, [end], step=step, start_step=20, kernel_oom_kills=1, total_steps=total)
+    assert found.kind is kind
