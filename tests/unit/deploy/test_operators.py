@@ -144,6 +144,12 @@ ELSEWHERE: dict[str, tuple[list[dict[str, str]], list[str], tuple[int, int]]] = 
         ["--nnodes=2", "--node-rank={node}", "--nproc-per-node=8", "--rdzv-endpoint=10.0.0.7:29500"],
         (2, 8),
     ),
+    # An actor for each node; Ray sets nothing that names a node's place.
+    "Ray": (
+        [{"RAY_ADDRESS": "10.0.0.7:6379", "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"} for _ in (0, 1)],
+        ["--nnodes=2", "--node-rank={node}", "--rdzv-endpoint=10.0.0.7:29500"],
+        (2, 8),
+    ),
     # Alibaba's DLC counts nodes in WORLD_SIZE; options say what is meant.
     "PAI-DLC": (
         [{"WORLD_SIZE": "2", "RANK": str(n), "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"} for n in (0, 1)],
