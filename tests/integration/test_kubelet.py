@@ -23,7 +23,7 @@ from runner.config.schema import DEFAULT_CONFIG
 
 pytestmark = [needs("network namespaces"), needs("process namespaces")]
 
-STEPS, SAVE_STEPS = 300, 30
+STEPS, SAVE_STEPS = 200, 20
 # What a user sets for a first run on processors: short, small batches, threads for none.
 ALSO = [
     *("--set", f"trainer.max_steps={STEPS}", "--set", f"trainer.save_steps={SAVE_STEPS}"),
@@ -41,7 +41,7 @@ OVERLAYS: dict[str, tuple[Any, int, int]] = {
     "trainjob": (KubernetesJobs, 2, 1),
 }
 # What makes these differ from another one is not a part of a process's life.
-CONTAINED = ("one-node-spot", "several-nodes", "pytorchjob-nodes")
+CONTAINED = ("one-node-spot", "nodes", "several-nodes", "pytorchjob-nodes")
 
 
 class Cluster:
@@ -51,6 +51,8 @@ class Cluster:
         self.pods = pods_of(RENDERED / f"{overlay}.yaml")
         for pod in self.pods:
             pod.container["args"] += [*ALSO, f"--nproc-per-node={ranks}"]
+            # A rank that is alone on its node takes all its processors, which here are those of other tests.
+            pod.environment.append({"name": "OMP_NUM_THREADS", "value": "1"})
         self.kubelet = Kubelet(folder, self.pods, DEFAULT_CONFIG.read_text())
 
     def events(self, name: str) -> list[dict[str, Any]]:
