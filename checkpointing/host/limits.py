@@ -64,7 +64,8 @@ def _pids_cgroup() -> tuple[float, int]:
                 continue
             root = Path("/sys/fs/cgroup/pids" if controllers else "/sys/fs/cgroup")
             # In a container the path is that of the host, and the root is its own.
-            for folder in (root / path.lstrip("/"), root):
+            own = root / path.lstrip("/")
+            for folder in (own, *(above for above in own.parents if above.is_relative_to(root)), root):
                 with contextlib.suppress(OSError):
                     limit = (folder / "pids.max").read_text().strip()
                     if limit != "max":

@@ -21,6 +21,11 @@ class WatchedDirectory:
             os.close(self._fd)
 
     @property
+    def is_held(self) -> bool:
+        """Whether there was a directory."""
+        return self._fd >= 0
+
+    @property
     def was_removed(self) -> bool:
         """Whether no name leads to it any more. Over NFS, where a server does not know, it was not."""
         try:

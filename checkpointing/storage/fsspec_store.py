@@ -127,7 +127,8 @@ class FilesystemStore:
             # Other machines write here, so nothing may come from a cache.
             fs.invalidate_cache()
             try:
-                found = fs.find(root.rstrip("/"), detail=True)
+                # A whole folder's name need not list all others.
+                found = fs.find((root + folder if folder.endswith("/") else root).rstrip("/"), detail=True)
             except FileNotFoundError:
                 return {}
             keys = {str(name).removeprefix(root): int(info["size"]) for name, info in found.items()}

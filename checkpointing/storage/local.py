@@ -107,24 +107,30 @@ class LocalStorage(Storage):
 
     def begin(self, step: int, attempt: int, identity: str = "", *, joins: bool = False) -> LocalTransaction:
         """Create the temporary directory."""
-        if self.has_begun(attempt) and not self.root.is_dir():
-            self._make_again(attempt)
+        if self.has_begun(attempt):
+            self._make_again_if_removed(attempt)
         return LocalTransaction(self, self.root, step, attempt, identity, joins=joins)
 
     def has_step(self, step: int) -> bool:
         """Return whether there is a directory of that name; the others are not looked at."""
         return os.path.lexists(self.directory(step))
 
-    def _make_again(self, attempt: int) -> None:
+    def _make_again_if_removed(self, attempt: int) -> None:
         """Make a directory again that somebody has removed, with the attempt's fence: training still has its state.
 
         Raises:
             OSError: It was moved, or its volume is not there.
         """
         if self._watched is None or not self._watched.was_removed:
-            raise OSError(errno.ENOENT, f"{self.root} existed when attempt {attempt} began and is gone; put it back")
-        self.root.mkdir(parents=True)
-        self._put_fence(self._claim.completed(()))
+            if not self.root.is_dir():
+                raise OSError(
+                    errno.ENOENT, f"{self.root} existed when attempt {attempt} began and is gone; put it back"
+                )
+            return
+        # Others may have made it already: who renews a lease, or takes a lock.
+        self.root.mkdir(parents=True, exist_ok=True)
+        if self.fence().attempt < attempt:
+            self._put_fence(self._claim.completed(()))
         self._was_made_again, self._watched = True, WatchedDirectory(self.root)
         text = f"{self.root} was removed while attempt {attempt} ran; it is made again, and what it held is lost"
         print(f"checkpoint agent: {text}", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ from checkpointing.storage.s3_multipart import IN_FLIGHT, Uploads
 
 _READ_BYTES = 1024 * 1024
 # Pages of a listing, one after the other, that name nothing new.
-_IDLE_PAGES = 20
+_IDLE_PAGES = 1000
 
 
 class S3Store:

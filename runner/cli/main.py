@@ -73,7 +73,8 @@ def open_closed_streams() -> None:
                 os.close(opened)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+            # Something that was imported may have the number by now.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
 
 
 def main() -> None:

@@ -131,9 +131,9 @@ def start(
     if metrics_port is not None:
         run["settings"] = (*run["settings"], f"monitoring.port={metrics_port}")
     program, config = load_program(run, restart)
-    check_has_rank(config)
     if debug:
         config, resume, overwrite = _scaled_down(config, program, resume), "never", True
+    check_has_rank(config, config.launch.nnodes)
     follows = os.environ.pop(FOLLOWS_ENV, None) is not None
     if follows:
         # The run that this process has led goes on.

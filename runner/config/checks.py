@@ -317,13 +317,12 @@ def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
     return nnodes, nproc
 
 
-def check_has_rank(config: Config) -> None:
+def check_has_rank(config: Config, nnodes: int) -> None:
     """Refuse to be one of several nodes without a rank, which all of them would be in one folder; raises UsageError."""
-    launch = config.launch
-    if launch.nnodes > 1 and "node_rank" not in launch.model_fields_set:
+    if nnodes > 1 and "node_rank" not in config.launch.model_fields_set:
         raise UsageError(
-            f"this is one of {launch.nnodes} nodes (--nnodes, PET_NNODES), and nothing says which: give each its own "
-            "--node-rank, from 0 (variables PET_NODE_RANK, RANK); elastic PyTorchJobs set none"
+            f"this is one of {nnodes} nodes (--nnodes, PET_NNODES, WORLD_SIZE), and nothing says which: give each "
+            "its own --node-rank, from 0 (variables PET_NODE_RANK, RANK); elastic PyTorchJobs set none"
         )
 
 

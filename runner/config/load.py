@@ -171,13 +171,15 @@ def parse_setting(text: str) -> tuple[str, Any, str]:
         raise UsageError(f"--set {text!r}: not KEY=VALUE; write for example --set trainer.learning_rate=1e-4")
     if not text.isascii() and text != text.encode(errors="replace").decode():
         raise UsageError(f"--set {text!r}: bytes that are no UTF-8 cannot be written to the configuration; rename it")
-    if "\n" in value and not value.lstrip().startswith(('"', "'", "{", "[", "|", ">")):
-        # YAML would read a line break as a space: another file.
-        return key, value, f"--set {text}"
+    plain = value.strip("\n")
     try:
-        return key, yaml.load(value, _Loader), f"--set {text}"
+        parsed = yaml.load(plain, _Loader)
     except yaml.YAMLError:
         raise UsageError(f"--set {text!r}: the value is not valid YAML; quote it") from None
+    if isinstance(parsed, str) and "\n" in plain and plain[0] not in "\"'|>":
+        # YAML reads a line break in a plain text as a space: another file.
+        parsed = plain
+    return key, parsed, f"--set {text}"
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -120,6 +120,11 @@ def _home(value: str) -> str:
 _Place = Annotated[str, AfterValidator(_home)]
 
 
+def _loopback(value: Any) -> Any:
+    """Read the null that earlier versions recorded."""
+    return "127.0.0.1" if value is None else value
+
+
 class CheckpointConfig(Section):
     """Checkpoint storage and intervals. `trainer.save_total_limit` sets how many checkpoints are kept."""
 
@@ -377,7 +382,7 @@ class MonitoringConfig(Section):
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(default=None, examples=[9400])
     """Port on the leading node that serves Prometheus metrics at /metrics (option `--metrics-port`). Without it no
     metrics are served."""
-    address: str = Field(default="127.0.0.1", examples=["0.0.0.0"])
+    address: Annotated[str, BeforeValidator(_loopback)] = Field(default="127.0.0.1", examples=["0.0.0.0"])
     """Address to listen on. By default only processes of the same machine can connect."""
 
 

@@ -96,7 +96,10 @@ class Journal:
         with contextlib.suppress(OSError):
             fd = open_own(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             self._fd, old = fd, self._fd
+            self._reserved = 0
             os.close(old)
+            self._write()
+            self._reserve()
 
     @property
     def is_complete(self) -> bool:
@@ -105,9 +108,12 @@ class Journal:
 
     def close(self) -> None:
         """Write what is pending, release the reserved space and close the file."""
-        with contextlib.suppress(OSError):
+        try:
             if self._pending:
                 self._write()
+        except OSError as error:
+            self.error = error.strerror or str(error)
+        with contextlib.suppress(OSError):
             os.ftruncate(self._fd, os.fstat(self._fd).st_size)
             os.fsync(self._fd)
         with contextlib.suppress(OSError):

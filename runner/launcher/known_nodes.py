@@ -28,8 +28,8 @@ from runner.system.sockets import listening
 _LOOK_INTERVAL_S = 0.02
 # Seconds to wait for the store of the leader before torch does.
 _STORE_PATIENCE_S = 1.0
-# Where the leader publishes the port of the store of an attempt's ranks.
-_RANKS_PORT = "ranks_port"
+# Where the leader publishes the address of the store of an attempt's ranks.
+_RANKS_ADDRESS = "ranks_address"
 
 
 def register() -> None:
@@ -59,7 +59,7 @@ class KnownNodes(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this node's place, and the stores; raises torch's DistError if the leader's cannot be reached."""
-        meeting, port = self._meeting, 0
+        meeting, host, port = self._meeting, self._meeting.own or self._meeting.host, 0
         timeout = timedelta(seconds=meeting.timeout_s)
         if meeting.is_host:
             self._ranks_store = _serve(meeting.bind, 0, timeout)
@@ -70,9 +70,10 @@ class KnownNodes(RendezvousHandler):
         else:
             store = PrefixStore(self._run_id, _meeting_store(meeting, timeout))
             if meeting.is_host:
-                store.set(_RANKS_PORT, str(port))
-            port = int(store.get(_RANKS_PORT))
-        return RendezvousInfo(store, meeting.place, meeting.nnodes, RendezvousStoreInfo(meeting.host, port))
+                store.set(_RANKS_ADDRESS, f"{host} {port}")
+            host, number = store.get(_RANKS_ADDRESS).decode(errors="replace").rsplit(" ", 1)
+            port = int(number)
+        return RendezvousInfo(store, meeting.place, meeting.nnodes, RendezvousStoreInfo(host, port))
 
     def is_closed(self) -> bool:
         """Return False: an attempt is one rendezvous."""

@@ -203,13 +203,14 @@ def _meeting(spec: AttemptSpec, launch: LaunchConfig) -> Meeting:
     timeout_s = launch.rendezvous_timeout_s
     if spec.run_nodes == 1:
         # Loopback: no other host may connect, and a pod's name may not resolve.
-        return Meeting(_LOOPBACK, 0, is_host=True, bind=_LOOPBACK, place=0, nnodes=1, timeout_s=timeout_s)
+        return Meeting(_LOOPBACK, 0, is_host=True, bind=_LOOPBACK, own="", place=0, nnodes=1, timeout_s=timeout_s)
     host, port = launch.rendezvous_address
     return Meeting(
         spec.leader_host or host,
         port,
         is_host=launch.node_rank == spec.leader,
         bind=(spec.leader_host or launch.peer_bind) if launch.peer_bind is not None else None,
+        own=launch.local_addr or "",
         place=sorted(spec.nodes).index(launch.node_rank),
         nnodes=spec.nnodes,
         timeout_s=timeout_s,
@@ -251,9 +252,10 @@ def _rank_settings(spec: AttemptSpec, *, config: Config, job: Job, agent_socket:
 def _cadence(config: Config) -> dict[str, Any]:
     """Return what the user has said of intervals, for a program, which has its own; the bundled job reads them."""
     checkpoint, names = config.checkpoint, ("snapshot_steps", "save_steps", "save_minutes", "overhead_cap")
-    said = {name: getattr(checkpoint, name) for name in names if name in checkpoint.model_fields_set}
-    # Of these, null leaves it to the program.
-    return {name: value for name, value in said.items() if value is not None or name == "snapshot_steps"}
+    # A recorded configuration says everything, and most of it as it is by itself.
+    own = type(checkpoint)()
+    said = {name: getattr(checkpoint, name) for name in names}
+    return {name: value for name, value in said.items() if value != getattr(own, name)}
 
 
 def _window(text: str) -> tuple[int, int]:

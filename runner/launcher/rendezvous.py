@@ -19,6 +19,7 @@ class Meeting:
         port: Port of the store where nodes meet; 0 on one node, which needs none.
         is_host: Whether this node keeps the stores.
         bind: Address that the stores listen on; None for all.
+        own: Address of this node for the others; empty for `host`, where it keeps the stores.
         place: Place of this node among those of the attempt, from 0.
         nnodes: Nodes of the attempt.
         timeout_s: Seconds to wait for the other nodes.
@@ -28,6 +29,7 @@ class Meeting:
     port: int
     is_host: bool
     bind: str | None
+    own: str
     place: int
     nnodes: int
     timeout_s: float

@@ -291,7 +291,7 @@ class FailureKind(Enum):
         costs_budget=False,
         error=re.compile(
             r"^RuntimeError: can't start new thread|^BlockingIOError: \[Errno 11\]"
-            r"|\[Errno (23|24)\] Too many open files|Failed to init uv loop|pthread_create"
+            r"|(\[Errno (23|24)\]|RuntimeError:) Too many open files|Failed to init uv loop|pthread_create"
         ),
         examples=(
             "RuntimeError: can't start new thread",

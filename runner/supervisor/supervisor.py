@@ -7,6 +7,7 @@ through the event loop, so that all of them can be interrupted. Whatever happens
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 from collections.abc import Callable
@@ -178,22 +179,9 @@ class Supervisor:
     # -- attempts and decisions --------------------------------------------------------------------------------------
 
     def _attempt_and_decide(self) -> Restart | Stop:
-        while True:
-            try:
-                decision = self._try_attempt()
-            except OSError as error:
-                self._faltering.wait(error, self._session)
-            else:
-                self._faltering.over()
-                return decision
-
-    def _try_attempt(self) -> Restart | Stop:
         stop = self._session.stop
         try:
-            if not stop:
-                self._node.ensure_processes()
-            if not stop:
-                self._gather()
+            self._prepare_attempt()
         except (LaunchDelayed, LaunchError, PeersMissing) as error:
             # What a stop request has interrupted says nothing.
             if not stop:
@@ -202,6 +190,23 @@ class Supervisor:
             self._session.announce_stop(self._members.announce_stop)
             return Stop(ExitCode.PREEMPTED, "stopped on request before an attempt began")
         return self._record_and_decide(*self._run_attempt())
+
+    def _prepare_attempt(self) -> None:
+        """Start what an attempt needs, and wait for the other nodes; what a file system fails in is tried again."""
+        stop = self._session.stop
+        while not stop:
+            try:
+                self._node.ensure_processes()
+                if not stop:
+                    self._gather()
+                # The next one's history is read from it.
+                with contextlib.suppress(FileNotFoundError), self._directory.journal.open("rb") as journal:
+                    journal.read(1)
+            except OSError as error:
+                self._faltering.wait(error, self._session)
+            else:
+                self._faltering.over()
+                return
 
     def _decide_without_attempt(self, error: LaunchDelayed | LaunchError | PeersMissing) -> Restart | Stop:
         """Decide after an attempt that could not begin; raises the error where there is nothing to decide."""
@@ -274,7 +279,8 @@ class Supervisor:
             session, self._members.nodes, self._job, self._members.limits, held=held, host=self._lead.host
         )
         if (root := self._config.tiers.durable.root) is not None:
-            self._location = WatchedDirectory(root)
+            watched = WatchedDirectory(root)
+            self._location = watched if watched.is_held or self._location is None else self._location
         self._members.begin(spec)
         self._node.others_busy = False
         result = self._node.run_attempt(spec, self._each_turn)

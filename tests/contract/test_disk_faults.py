@@ -194,6 +194,18 @@ def test_a_location_that_was_removed_is_made_again(tmp_path: Path, capfd: pytest
     assert storage.steps() == [3]
 
 
+def test_a_location_that_others_have_made_meanwhile_gets_its_fence(tmp_path: Path) -> None:
+    """The leader renews its lease there, through a storage of its own."""
+    root = tmp_path / "checkpoints"
+    storage = open_storage(str(root))
+    storage.begin_attempt(3)
+    storage.watch_location()
+    shutil.rmtree(root)
+    open_storage(str(root)).sidecars.write("lease-1", b"{}")
+    commit(storage, 2, attempt=3)
+    assert storage.steps() == [2] and storage.fence().attempt == 3
+
+
 def test_a_location_that_was_moved_is_not(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "run" / "checkpoints"))
     storage.begin_attempt(3)

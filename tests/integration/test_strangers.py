@@ -111,7 +111,7 @@ def write_to_store(address: Address, value: bytes) -> int:
     The keys need not be known: a store lists them.
     """
     store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-    met = [key for key in store.list_keys() if key.endswith("/ranks_port")]
+    met = [key for key in store.list_keys() if key.endswith("/ranks_address")]
     runs = {key.partition("/")[0] for key in met} or {"run-1"}
     keys = [*met, *(f"torch.rendezvous.{run}" for run in runs)]
     for key in keys:

@@ -35,8 +35,8 @@ def placement(words: list[str], environment: Mapping[str, str], gpus: int) -> tu
     options["config_path"] = None  # in the image
     with mock.patch.dict(os.environ, environment, clear=True):
         _, config = load_program({name: value for name, value in options.items() if name not in _OWN})
-    check_has_rank(config)
     nnodes, ranks = shape_of(config, gpus)
+    check_has_rank(config, nnodes)
     return nnodes, ranks, config.launch.node_rank, config.launch.endpoint if nnodes > 1 else ""
 
 

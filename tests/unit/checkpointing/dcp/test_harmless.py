@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import io
+import pathlib
 import pickle
 import random
 import subprocess
@@ -76,6 +77,15 @@ class Call:
 def test_an_index_that_names_anything_else_is_refused_before_it_is_made(bad: object) -> None:
     with pytest.raises(CheckpointError, match=r"^/run/step-7: its index names .*, which is no data"):
         check_index(index(planner_data=bad), "/run/step-7")
+
+
+@pytest.mark.parametrize("name", ["pathlib\nPosixPath", "torch.distributed.checkpoint.metadata\nMetadata"])
+def test_a_check_changes_no_class(name: str) -> None:
+    """A pickle's BUILD set attributes of the classes that an index may name, for the whole process."""
+    forged = b"\x80\x02c" + name.encode() + b"\nN}X\x0a\0\0\0read_bytesK\x01s\x86b."
+    with pytest.raises(CheckpointError, match="attributes of a class"):
+        check_index(forged, "/run")
+    assert callable(pathlib.PosixPath.read_bytes) and not hasattr(Metadata, "read_bytes")
 
 
 def test_names_with_dots_lead_nowhere() -> None:

@@ -57,6 +57,8 @@ def test_a_settings_value_is_taken_as_it_is() -> None:
     """A line break became a space, so that checkpoints went to another folder."""
     assert parse_setting("checkpoint.location=/tmp/a\nb")[1] == "/tmp/a\nb"
     assert parse_setting("model.config={a: 1,\n b: 2}")[1] == {"a": 1, "b": 2}
+    assert parse_setting("checkpoint.snapshot_steps=8\n")[1] == 8
+    assert parse_setting("data.columns=\n  - a\n  - b\n")[1] == ["a", "b"]
     assert parse_setting("checkpoint.location=/tmp/é")[1] == "/tmp/é"
     with pytest.raises(UsageError, match="no UTF-8"):
         parse_setting("checkpoint.location=/tmp/\udcff")
@@ -67,3 +69,9 @@ def test_a_home_folder_is_expanded_where_no_shell_does_it(monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", "/home/me")
     config = load_config(None, {}, [parse_setting(f"{key}=~/x") for key in ("checkpoint.location", "output_dir")])
     assert (config.checkpoint_location, config.output_dir) == ("/home/me/x", "/home/me/x")
+
+
+def test_a_configuration_that_an_earlier_version_recorded_is_read() -> None:
+    """It names every key, with its default then."""
+    config = load_config(None, {}, [parse_setting("monitoring.address=null")])
+    assert config.monitoring.address == "127.0.0.1"

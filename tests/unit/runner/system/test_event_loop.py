@@ -16,6 +16,8 @@ from runner.system.processes import STOP_SIGNALS
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    # Under nohup it is ignored, and stays so.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     stop = StopRequest()
     stop.count_signals()
     yield stop
