@@ -95,6 +95,12 @@ class StorageFull(StorageFailed):
     """There is no space for checkpoints."""
 
 
+def with_path(error: OSError) -> str:
+    """Return what a user reads of an error of the system: the path, where it has one, and why."""
+    path = f"{error.filename}: " if error.filename else ""
+    return f"{path}{error.strerror or error}"
+
+
 def unusable(text: str, error: OSError) -> RunnerError:
     """Return the error for a text by whether a name or a permission is wrong, or the file system does not work."""
     # A storage library's own error has none, but is raised from the system's.

@@ -30,6 +30,10 @@ READ_PATIENCE_ENV = "CHECKPOINT_READ_PATIENCE_S"
 _READ_PATIENCE_S = 330.0
 
 
+# Of the manager's `Cadence`, and of the configuration's section `checkpoint`.
+CADENCE = ("snapshot_steps", "save_steps", "save_minutes", "overhead_cap")
+
+
 @dataclass(frozen=True)
 class RankSettings:
     """The settings of one attempt, equal on all ranks of a node.
@@ -190,9 +194,8 @@ def _windows(name: str, value: object) -> tuple[tuple[int, int], ...]:
 
 
 def _cadence(name: str, value: object) -> dict[str, Any]:
-    known = {"snapshot_steps", "save_steps", "save_minutes", "overhead_cap"}
-    if not isinstance(value, dict) or not value.keys() <= known:
-        raise ValueError(f"{name} is not an object with keys of {', '.join(sorted(known))}")
+    if not isinstance(value, dict) or not value.keys() <= set(CADENCE):
+        raise ValueError(f"{name} is not an object with keys of {', '.join(CADENCE)}")
     for key, one in value.items():
         if one is not None and one != "auto" and (isinstance(one, bool) or not isinstance(one, (int, float))):
             raise ValueError(f"{name}.{key} is not a number")

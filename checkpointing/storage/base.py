@@ -265,9 +265,9 @@ class Storage(ABC):
         """Return the steps of everything that is named like a checkpoint, valid or not, ascending."""
         return sorted(self._steps(self._sizes()))
 
+    @abstractmethod
     def has_step(self, step: int) -> bool:
-        """Return whether something is named like this step's checkpoint, valid or not."""
-        return step in self.steps()
+        """Return whether something is named like this step's checkpoint, valid or not; looks at no other."""
 
     def foreign_steps(self) -> list[int]:
         """Return the steps of what is named like a checkpoint, but was not written by this library."""

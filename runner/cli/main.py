@@ -14,7 +14,7 @@ from checkpointing.host.limits import explained
 from checkpointing.storage.object_store import StorageTimeout
 from runner import __version__
 from runner.cli import chaos, checkpoints, forecast, inspect, rehearse, start
-from runner.errors import ExitCode, RunnerError, unusable
+from runner.errors import ExitCode, RunnerError, unusable, with_path
 from runner.system.text import visible
 
 # Heavier imports are inside the commands, to keep `runner --help` fast.
@@ -116,10 +116,9 @@ def _exit_for(error: OSError | RuntimeError) -> NoReturn:
 
         drain_streams()
         os._exit(int(ExitCode.STORAGE_FAILED))
-    path = f"{error.filename}: " if error.filename else ""
     if limit := explained(error.strerror or str(error)):
         _exit(error, ExitCode.BUDGET_SPENT, limit)
-    failed = unusable(f"{path}{error.strerror or error}", error)
+    failed = unusable(with_path(error), error)
     _exit(failed, failed.exit_code)
 
 

@@ -92,7 +92,7 @@ class Journal:
         self._reserved -= written
 
     def _open_again(self) -> None:
-        """Replace a handle that a server has forgotten; what is pending is written with the next event."""
+        """Replace a handle that a server has forgotten, and write what is pending, now or with the next event."""
         with contextlib.suppress(OSError):
             fd = open_own(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             self._fd, old = fd, self._fd

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.agent.protocol import Message
-from checkpointing.host.environment import SETTINGS_ENV, RankSettings
+from checkpointing.host.environment import CADENCE, SETTINGS_ENV, RankSettings
 from runner.config.load import TORCHRUN_VARIABLES
 from runner.config.schema import Config, LaunchConfig
 from runner.journal.attempts import AttemptSpec, Job
@@ -251,10 +251,9 @@ def _rank_settings(spec: AttemptSpec, *, config: Config, job: Job, agent_socket:
 
 def _cadence(config: Config) -> dict[str, Any]:
     """Return what the user has said of intervals, for a program, which has its own; the bundled job reads them."""
-    checkpoint, names = config.checkpoint, ("snapshot_steps", "save_steps", "save_minutes", "overhead_cap")
     # A recorded configuration says everything, and most of it as it is by itself.
-    own = type(checkpoint)()
-    said = {name: getattr(checkpoint, name) for name in names}
+    own = type(config.checkpoint)()
+    said = {name: getattr(config.checkpoint, name) for name in CADENCE}
     return {name: value for name, value in said.items() if value != getattr(own, name)}
 
 

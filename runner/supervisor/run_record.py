@@ -13,7 +13,7 @@ from checkpointing.host.limits import explained
 from checkpointing.host.watched_directory import WatchedDirectory
 from checkpointing.storage import Storage
 from runner.config.schema import Config
-from runner.errors import ExitCode, RunnerError
+from runner.errors import ExitCode, RunnerError, with_path
 from runner.journal.attempts import AttemptSpec, Job
 from runner.journal.events import RunEnded, RunStarted, StepsSkipped
 from runner.journal.journal import read_journal
@@ -196,9 +196,8 @@ def end_of_error(error: RunnerError | OSError) -> Stop:
     if isinstance(error, RunnerError):
         return Stop(error.exit_code, str(error))
     # Such as a full disk or too many open files: a later start, or another node, may not meet it.
-    path = f"{error.filename}: " if error.filename else ""
-    text = error.strerror or str(error)
-    return Stop(ExitCode.BUDGET_SPENT, f"system error: {path}{text}{explained(text)}")
+    limit = explained(error.strerror or str(error))
+    return Stop(ExitCode.BUDGET_SPENT, f"system error: {with_path(error)}{limit}")
 
 
 def end_without_location(durable: Storage, attempt: int, watched: WatchedDirectory | None = None) -> Stop | None:

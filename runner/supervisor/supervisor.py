@@ -19,7 +19,7 @@ from checkpointing.errors import may_pass
 from checkpointing.host.limits import explained
 from checkpointing.host.watched_directory import WatchedDirectory
 from runner.config.schema import Config, RestartConfig
-from runner.errors import ExitCode, LaunchDelayed, LaunchError, PeersMissing, RunnerError
+from runner.errors import ExitCode, LaunchDelayed, LaunchError, PeersMissing, RunnerError, with_path
 from runner.journal.attempts import Job
 from runner.journal.events import Backoff
 from runner.lease.leadership import Inherited, Leadership
@@ -280,7 +280,8 @@ class Supervisor:
         )
         if (root := self._config.tiers.durable.root) is not None:
             watched = WatchedDirectory(root)
-            self._location = watched if watched.is_held or self._location is None else self._location
+            # One that was removed is made again by the agent, later.
+            self._location = watched if watched.is_held else self._location
         self._members.begin(spec)
         self._node.others_busy = False
         result = self._node.run_attempt(spec, self._each_turn)
@@ -373,9 +374,7 @@ class Faltering:
             raise error
         if self._since == math.inf:
             self._since = now
-            where = f"{error.filename}: " if error.filename else ""
-            text = f"{where}{error.strerror or error}; trying again for {self._patience_s:.0f} s"
-            session.display.message(text)
+            session.display.message(f"{with_path(error)}; trying again for {self._patience_s:.0f} s")
         session.sleep(_RETRY_S)
 
 
