@@ -9,6 +9,7 @@ FROM ${BASE}
 ARG EXTRAS=""
 # For a driver that is too old for the CUDA version of PyPI's torch:
 #   --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126
+# With either of them, what is installed is pinned by version; without, each file by its SHA-256.
 ARG TORCH_INDEX=""
 WORKDIR /opt/runner
 
@@ -25,12 +26,16 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev ${headers:+"${headers}"} \
     && rm -rf /var/lib/apt/lists/*
 
-# Dependencies are a separate layer, which changes only with pyproject.toml or constraints.txt.
-COPY pyproject.toml constraints.txt scripts/requirements.py ./
-RUN python3 requirements.py sft s3 nvidia quantization ${EXTRAS} >requirements.txt \
-    && python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --constraint constraints.txt \
-        ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --requirement requirements.txt
+# Dependencies are a separate layer, which changes only with pyproject.toml, constraints.txt or what is locked from them.
+COPY pyproject.toml constraints.txt scripts/requirements.py requirements/image.txt ./
+RUN python3 -m venv /opt/venv \
+    && if [ -z "${EXTRAS}${TORCH_INDEX}" ]; then \
+        set -- --require-hashes --requirement image.txt; \
+    else \
+        python3 requirements.py sft s3 nvidia quantization ${EXTRAS} >requirements.txt; \
+        set -- --constraint constraints.txt ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --requirement requirements.txt; \
+    fi \
+    && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check "$@"
 
 # The code is a small layer of a few hundred kilobytes.
 COPY README.md LICENSE ./

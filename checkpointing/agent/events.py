@@ -180,17 +180,20 @@ class Log(MeasuredEvent, name="log"):
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRanks(Event, name="slow_ranks"):
-    """Other ranks than before compute more slowly than the rest, by the forward passes of 50 steps.
+    """Other ranks than before are slower than the rest, by what they do by themselves in 50 steps.
 
     Attributes:
         ranks: Which ones; empty if there are none any more.
         ratios: How many times as long as the median rank each of them needs, at least 1.3.
         nodes: Node rank of each of them.
+        between_steps: Those of them that lose the time between two steps, where data is drawn; the others lose it in
+            their forward passes.
     """
 
     ranks: list[int]
     ratios: list[float]
     nodes: list[int]
+    between_steps: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not len(self.ranks) == len(self.ratios) == len(self.nodes):

@@ -501,6 +501,11 @@ class CheckpointManager:
         """
         self._node.reporter.metrics(step, values)
 
+    def batch_drawn(self) -> None:
+        """Note that this rank has drawn a batch by itself; what follows may wait for other ranks."""
+        if self._speeds is not None:
+            self._speeds.drawn()
+
     def end_of_step(self, step: int) -> Due:
         """Write a heartbeat, and agree with all ranks on what is due now."""
         failpoint("training.step")

@@ -1,7 +1,8 @@
-"""Finds ranks that compute more slowly than the others.
+"""Finds ranks that are slower than the others.
 
 In data-parallel training all ranks wait for the slowest one, so the duration of a step says nothing about any of them.
-What a rank does without the others are its forward passes: they are timed, and all ranks compare them now and then.
+What a rank does without the others is timed: its forward passes, and the time from the end of a step to the first
+forward pass of the next one, in which it draws its data. All ranks compare these now and then.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +19,10 @@ from checkpointing.files.sharding import has_sharded
 from checkpointing.process import device
 from checkpointing.process.device import DeviceMark
 from checkpointing.process.ranks import Ranks
+
+# A moment of the device, or in seconds of the host where that computes.
+_Moment = DeviceMark | float
+_Span = tuple[_Moment, _Moment]
 
 WINDOW_STEPS = 50
 # Against the median rank. Below the second limit, in seconds per step, nobody would notice.
@@ -41,8 +46,16 @@ def slow_ranks(seconds: Sequence[float]) -> dict[int, float]:
     }
 
 
-class ForwardTimer:
-    """Times the forward passes of a model in training; on an accelerator by its own clock, without waiting for it.
+class OwnTime(NamedTuple):
+    """Seconds per step that a rank needs by itself; 0 where that is unknown."""
+
+    forward: float
+    # With the time between two steps, in which it draws its data.
+    whole: float
+
+
+class StepTimer:
+    """Times what a rank does by itself in a step; on an accelerator by its own clock, without waiting for it.
 
     Passes without gradients do not count. A compiled model, or one that a CUDA graph records, is not timed: the graph
     must not contain the timer.
@@ -53,10 +66,12 @@ class ForwardTimer:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._device = device.of(model.parameters())
-        self._began: tuple[DeviceMark, float] | None = None
-        # By step: its passes' marks, or their seconds where the host computes them.
-        self._steps: list[list[tuple[DeviceMark, DeviceMark] | float]] = []
-        self._passes: list[tuple[DeviceMark, DeviceMark] | float] = []
+        self._began: _Moment | None = None
+        # The end of the step before, and what lies between that and the first forward pass.
+        self._ended: _Moment | None = None
+        self._between: _Span | None = None
+        self._passes: list[_Span] = []
+        self._steps: list[tuple[list[_Span], _Span | None]] = []
         self._hooks = [
             model.register_forward_pre_hook(self._before),
             model.register_forward_hook(self._after),
@@ -64,21 +79,28 @@ class ForwardTimer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Hooks are copied, and pickled, with their model. A copy of it is not timed.
-        return ForwardTimer, (torch.nn.Module(),)
+        return StepTimer, (torch.nn.Module(),)
+
+    def drawn(self) -> None:
+        """Note that a batch was drawn, after which ranks may wait for each other before they compute."""
+        if self._ended is not None and not self._passes:
+            self._between = self._ended, self._now()
 
     def end_step(self) -> None:
         """Note that a step has ended."""
-        self._steps.append(self._passes)
-        self._passes = []
+        self._steps.append((self._passes, self._between))
+        self._passes, self._between, self._ended = [], None, self._now()
 
-    def take(self) -> float:
-        """Return the median of the seconds per step since the last call; 0 if that is unknown."""
+    def take(self) -> OwnTime:
+        """Return the medians since the last call."""
         steps, self._steps = self._steps, []
         if self._device.is_asynchronous:
             # The device may not have computed the last one yet.
             steps = steps[:-1]
-        seconds = [total for passes in steps if (total := _total(passes)) > 0]
-        return statistics.median(seconds) if seconds else 0.0
+        forward = _median([_total(passes) for passes, _ in steps])
+        # There is none before the first step of an attempt.
+        between = _median([_total([span]) for _, span in steps if span is not None])
+        return OwnTime(forward, forward + between if forward else 0.0)
 
     def close(self) -> None:
         """Stop timing."""
@@ -88,22 +110,36 @@ class ForwardTimer:
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()) or device.is_capturing():
             return
-        self._began = self._device.mark(), time.perf_counter()
+        self._began = self._now()
+        if self._ended is not None and not self._passes and self._between is None:
+            self._between = self._ended, self._began
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self._began is None:
             return
-        (mark, began), self._began = self._began, None
-        if self._device.is_asynchronous:
-            self._passes.append((mark, self._device.mark()))
-        else:
-            self._passes.append(time.perf_counter() - began)
+        began, self._began = self._began, None
+        self._passes.append((began, self._now()))
+
+    def _now(self) -> _Moment:
+        return self._device.mark() if self._device.is_asynchronous else time.perf_counter()
 
 
-def _total(passes: Sequence[tuple[DeviceMark, DeviceMark] | float]) -> float:
-    """Return the seconds of one step's passes; 0 if one of them is unknown."""
-    seconds = [one if isinstance(one, float) else one[1].seconds_since(one[0]) for one in passes]
+def _total(spans: Sequence[_Span]) -> float:
+    """Return the seconds of a step's spans; 0 if one of them is unknown."""
+    seconds = [_between(begin, end) for begin, end in spans]
     return sum(value for value in seconds if value is not None) if None not in seconds else 0.0
+
+
+def _between(begin: _Moment, end: _Moment) -> float | None:
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float) and isinstance(end, float), "moments of one device are of one kind"
+        return end - begin
+    return end.seconds_since(begin)
+
+
+def _median(seconds: Sequence[float]) -> float:
+    """Return the median of what is known; 0 if nothing is."""
+    return statistics.median([value for value in seconds if value > 0] or [0.0])
 
 
 class SpeedComparison:
@@ -116,13 +152,15 @@ class SpeedComparison:
         report: Called on rank 0 when the slow ranks are others than before.
     """
 
-    def __init__(
-        self, ranks: Ranks, timer: ForwardTimer, *, node_rank: int, report: Callable[[SlowRanks], None]
-    ) -> None:
+    def __init__(self, ranks: Ranks, timer: StepTimer, *, node_rank: int, report: Callable[[SlowRanks], None]) -> None:
         self._ranks, self._timer, self._node_rank, self._report = ranks, timer, node_rank, report
         self._num_steps = 0
         self._pending: Callable[[], list[list[float]]] | None = None
         self._reported: set[int] = set()
+
+    def drawn(self) -> None:
+        """See `StepTimer`."""
+        self._timer.drawn()
 
     def end_of_step(self) -> None:
         """Note that a step has ended; the comparison that it begins is reported at the end of the next one."""
@@ -130,17 +168,25 @@ class SpeedComparison:
         self._timer.end_step()
         self._num_steps += 1
         if self._num_steps % WINDOW_STEPS == 0:
-            self._pending = self._ranks.gather_later([self._timer.take(), self._node_rank])
+            self._pending = self._ranks.gather_later([*self._timer.take(), self._node_rank])
 
     def drain(self) -> None:
         """Wait for the comparison in flight, and report it."""
         if self._pending is None:
             return
         everyone, self._pending = self._pending(), None
-        slow = slow_ranks([seconds for seconds, _ in everyone])
+        computing = slow_ranks([forward for forward, _, _ in everyone])
+        slow = {**slow_ranks([whole for _, whole, _ in everyone]), **computing}
         if self._ranks.is_first and slow.keys() != self._reported:
-            nodes = [int(everyone[rank][1]) for rank in slow]
-            self._report(SlowRanks(ranks=list(slow), ratios=list(slow.values()), nodes=nodes))
+            found = sorted(slow)
+            self._report(
+                SlowRanks(
+                    ranks=found,
+                    ratios=[slow[rank] for rank in found],
+                    nodes=[int(everyone[rank][2]) for rank in found],
+                    between_steps=[rank for rank in found if rank not in computing],
+                )
+            )
         self._reported = set(slow)
 
     def close(self) -> None:
@@ -163,4 +209,4 @@ def compare_speeds(
     # The forward passes of a sharded model wait for other ranks.
     if ranks.world_size == 1 or not isinstance(model, torch.nn.Module) or has_sharded(model):
         return None
-    return SpeedComparison(ranks, ForwardTimer(model), node_rank=node_rank, report=report)
+    return SpeedComparison(ranks, StepTimer(model), node_rank=node_rank, report=report)

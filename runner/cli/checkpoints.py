@@ -215,12 +215,12 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
 
 def _config_of(location: str) -> Any:
     """Return the configuration of the run in this folder; None if it is not a run's folder."""
-    from runner.config.load import load_config
+    from runner.config.load import load_recorded
 
     root = Path(location.removeprefix("file://"))
     if not ((root / "config.yaml").is_file() and (root / "journal.jsonl").exists()):
         return None
-    config = load_config(str(root / "config.yaml"), {}, needs_data=False)
+    config = load_recorded(root / "config.yaml")
     config.move_to(root)
     return config
 

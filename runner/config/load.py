@@ -111,6 +111,38 @@ def load_config(
     return config
 
 
+def load_recorded(path: Path) -> Config:
+    """Return the configuration that a start has recorded in its folder.
+
+    An earlier version may have recorded keys, or values, which this one does not know any more: their defaults apply.
+
+    Raises:
+        UsageError: The file cannot be read, or is not a configuration.
+    """
+    document = _read_yaml(path)
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        for problem in error.errors():
+            _drop(document, problem["loc"])
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        raise UsageError(_explain(error, lambda key: str(path))) from None
+
+
+def _drop(document: Any, location: tuple[int | str, ...]) -> None:
+    """Remove the innermost key that is in the document; behind it pydantic names the kinds of a union."""
+    for part, following in zip(location, (*location[1:], None), strict=True):
+        if not isinstance(document, dict) or part not in document:
+            return
+        inner = document[part]
+        if not (isinstance(inner, dict) and following in inner):
+            del document[part]
+            return
+        document = inner
+
+
 def settings_from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Return {dotted key: (text value, name of the variable)} of the variables that are set and not empty."""
     return {

@@ -15,7 +15,7 @@ from pathlib import Path
 from checkpointing.errors import CheckpointError
 from checkpointing.host.threads import in_background
 from checkpointing.storage import Storage, open_storage
-from runner.config.load import load_config
+from runner.config.load import load_recorded
 from runner.config.schema import Config
 from runner.errors import RunnerError, UsageError
 from runner.journal.events import Entry, RunStarted
@@ -225,7 +225,7 @@ class _Copy:
 def _durable(directory: RunDirectory) -> Storage | None:
     """Return the durable tier of the run in a folder if it has copies of journals; None otherwise."""
     try:
-        config = load_config(str(directory.config), {}, needs_data=False)
+        config = load_recorded(directory.config)
     except RunnerError:
         return None
     config.move_to(directory.root)

@@ -281,12 +281,16 @@ def describe_nodes(run: RunSummary) -> str:
 
 
 def describe_slow_ranks(slow: SlowRanks) -> str:
-    """Return which ranks compute more slowly than the others."""
+    """Return which ranks are slower than the others, and where they lose the time."""
     if not slow.ranks:
-        return "no rank computes more slowly than the others any more"
+        return "no rank is slower than the others any more"
     found = zip(slow.ranks, slow.nodes, slow.ratios, strict=True)
-    ranks = ", ".join(f"rank {rank} on node {node}: {ratio:.1f} times" for rank, node, ratio in found)
-    return f"slow ranks, by the time of their forward passes against the median rank's: {ranks}"
+    ranks = ", ".join(
+        f"rank {rank} on node {node}: {ratio:.1f} times"
+        + (" (between steps: its data, callbacks)" if rank in slow.between_steps else " (in its forward passes)")
+        for rank, node, ratio in found
+    )
+    return f"slow ranks, by the time that the median rank needs: {ranks}"
 
 
 def describe_repetitions(run: RunSummary) -> str:

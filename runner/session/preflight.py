@@ -15,7 +15,7 @@ from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
 from checkpointing.host import limits
 from checkpointing.storage.durable import replace_file
 from checkpointing.storage.object_store import StorageTimeout
-from runner.config.load import load_config
+from runner.config.load import load_recorded
 from runner.config.schema import Config
 from runner.errors import LaunchDelayed, RunBusy, RunnerError, StorageFailed, StorageFull, UsageError, unusable
 from runner.journal.events import Entry, RunEnded, RunStarted
@@ -213,7 +213,7 @@ def starting_point(path: str) -> str:
 def was_in_use(config: Config, directory: RunDirectory) -> bool:
     """Return whether the last start in this folder used the same storage, which then is no mistake."""
     try:
-        recorded = load_config(str(directory.config), {}, needs_data=False)
+        recorded = load_recorded(directory.config)
     except RunnerError:
         return False
     before, now = ((one.checkpoint_location, one.checkpoint.local_tier) for one in (recorded, _absolute(config)))

@@ -75,13 +75,16 @@ class NodeChanges:
             node.pause_attempt()
 
     def _evict_slow_nodes(self, slow: SlowRanks | None, limits: Limits, seen: Seen) -> None:
-        """Have nodes with slow ranks leave, the slowest one first, if that is wished and enough others are left."""
+        """Have nodes with slow ranks leave, the slowest one first, if that is wished and enough others are left.
+
+        A rank that is slow between steps stays: its data and callbacks would be as slow on another node.
+        """
         if slow is None or not self._session.config.launch.evict_slow_nodes:
             return
         found = zip(slow.ratios, slow.nodes, slow.ranks, strict=True)
         for ratio, number, rank in sorted(found, reverse=True):
             is_another = number in seen.members - {seen.leader, *self.leaving}
-            if is_another and self._left_without({number}, limits, seen) is not None:
+            if rank not in slow.between_steps and is_another and self._left_without({number}, limits, seen) is not None:
                 cause = f"rank {rank} needs {ratio:.1f} times as long as the median rank (launch.evict_slow_nodes)"
                 self.leaving[number] = cause
                 self._bad.add(number)

@@ -147,7 +147,7 @@ def serve(address: str, port: int, collector: RunCollector) -> None:
 
 
 def _slow_ranks(run: RunSummary) -> GaugeMetricFamily:
-    text = "Duration of a slow rank's forward passes, as a multiple of the median rank's."
+    text = "Time that a slow rank needs by itself in a step, as a multiple of the median rank's."
     family = GaugeMetricFamily("runner_slow_rank_ratio", text, labels=["rank", "node"])
     if run.slow is not None and run.state is RunState.RUNNING:
         for rank, node, ratio in zip(run.slow.ranks, run.slow.nodes, run.slow.ratios, strict=True):

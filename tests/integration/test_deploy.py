@@ -1208,7 +1208,10 @@ def test_dependencies_are_a_layer_below_the_code() -> None:
     ]
     assert order == sorted(order)
     before = [line for line in lines[: order[1]] if line.startswith("COPY")]
-    assert before == ["COPY pyproject.toml constraints.txt scripts/requirements.py ./", "COPY README.md LICENSE ./"]
+    assert before == [
+        "COPY pyproject.toml constraints.txt scripts/requirements.py requirements/image.txt ./",
+        "COPY README.md LICENSE ./",
+    ]
 
 
 def test_requirements_are_those_of_the_project(tmp_path: Path) -> None:

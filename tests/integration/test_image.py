@@ -179,6 +179,8 @@ def containers() -> Iterator[Containers]:
             "--isolation=chroot",
             "--layers=false",
             f"--build-arg=BASE={BASE}",
+            # This machine's torch may be another file than PyPI's, as on the machine of CI.
+            "--build-arg=TORCH_INDEX=https://pypi.org/simple",
             *pip_as_here(folder),
             f"--tag={IMAGE}",
             str(ROOT),
@@ -203,6 +205,7 @@ def test_the_image_answers_as_a_user_without_rights(containers: Containers) -> N
         "checkpointing",
         "configs",
         "constraints.txt",
+        "image.txt",
         "pyproject.toml",
         "requirements.py",
         "requirements.txt",

@@ -1,4 +1,4 @@
-"""A rank that computes more slowly than the others is named while it does, though all ranks' steps take as long."""
+"""A rank that is slower than the others is named while it is, though all ranks' steps take as long."""
 
 from __future__ import annotations
 
@@ -32,6 +32,44 @@ for step in range(manager.resume(), 110):
 manager.close()
 """
 
+TRAINER = """
+import os, time, torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 1)
+    def forward(self, x, labels=None):
+        return {"loss": (self.inner(x) - labels).square().mean()}
+def collate(rows):
+    if os.environ["RANK"] == "2": time.sleep(0.02)
+    return {"x": torch.ones(len(rows), 4), "labels": torch.zeros(len(rows), 1)}
+arguments = TrainingArguments("out", max_steps=110, use_cpu=True, report_to="none", disable_tqdm=True,
+    save_strategy="no", remove_unused_columns=False, logging_steps=1)
+Trainer(model=Model(), args=arguments, train_dataset=[{"x": 0}] * 6400, data_collator=collate).train()
+"""
+
+
+def slow_ranks_of(folder: Path) -> list[SlowRanks]:
+    found = [entry.event for entry in read_journal(folder / "run" / "journal.jsonl")]
+    return [event for event in found if isinstance(event, SlowRanks)]
+
+
+def test_a_rank_whose_data_is_slow_is_named(tmp_path: Path) -> None:
+    """All wait for it before they compute, as the Trainer counts the tokens of all ranks."""
+    (tmp_path / "train.py").write_text(TRAINER)
+    done = subprocess.run(
+        [*RUNNER, "start", "--output-dir", "run", "--nproc-per-node", "3", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (event,) = slow_ranks_of(tmp_path)
+    assert (event.ranks, event.between_steps) == ([2], [2]) and event.ratios[0] > 1.3
+    assert "between steps" in done.stdout + done.stderr
+
 
 def test_a_slow_rank_is_named_until_it_is_as_fast_as_the_others(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -43,8 +81,7 @@ def test_a_slow_rank_is_named_until_it_is_as_fast_as_the_others(tmp_path: Path) 
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [entry.event for entry in read_journal(tmp_path / "run" / "journal.jsonl")]
-    first, second = [event for event in found if isinstance(event, SlowRanks)]
+    first, second = slow_ranks_of(tmp_path)
     assert (first.ranks, first.nodes) == ([1], [0]) and first.ratios[0] > 1.3
     assert second.ranks == []
     assert "rank 1 on node 0: " in done.stdout + done.stderr

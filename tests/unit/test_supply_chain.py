@@ -79,3 +79,9 @@ def test_a_pull_request_gets_no_secrets(path: Path) -> None:
 def test_no_text_of_a_stranger_becomes_a_command(path: Path) -> None:
     """A title or a branch of a pull request, put into a script by ${{ }}, would be run."""
     assert not [step for step in steps(path) if "${{" in step.get("run", "")]
+
+
+def test_the_image_is_installed_by_hashes() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert "--require-hashes --requirement image.txt" in text and "requirements/image.txt ./" in text
+    assert "!requirements/image.txt" in (ROOT / ".dockerignore").read_text().splitlines()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpointing.agent.events import SlowRanks
-from checkpointing.manager.slow_ranks import WINDOW_STEPS, ForwardTimer, SpeedComparison, slow_ranks
+from checkpointing.manager.slow_ranks import WINDOW_STEPS, SpeedComparison, StepTimer, slow_ranks
 from checkpointing.process import device
 from checkpointing.process.ranks import Ranks
 
@@ -66,7 +66,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_step_has_the_seconds_of_its_passes_in_training(clock: list[float]) -> None:
     model = Layer(clock)
-    timer = ForwardTimer(model)
+    timer = StepTimer(model)
     for seconds in (0.1, 0.2, 9.0):
         model(seconds)
         clock[0] += 50.0  # the backward pass, in which a rank waits for others
@@ -78,32 +78,51 @@ def test_a_step_has_the_seconds_of_its_passes_in_training(clock: list[float]) ->
         with torch.no_grad():
             model(1000.0)
     # The median: one slow step in 50 says nothing.
-    assert timer.take() == pytest.approx(0.4)
-    assert timer.take() == 0.0
+    assert timer.take().forward == pytest.approx(0.4)
+    assert timer.take() == (0.0, 0.0)
+
+
+def test_the_time_between_two_steps_ends_with_the_draw_or_the_first_pass(clock: list[float]) -> None:
+    model = Layer(clock)
+    timer = StepTimer(model)
+    for draws in (False, True):
+        for _ in range(3):
+            clock[0] += 0.5  # callbacks, the data
+            if draws:
+                timer.drawn()
+                clock[0] += 50.0  # a collective that waits for the other ranks
+            for _ in range(2):
+                model(0.25)
+                clock[0] += 7.0  # the backward pass, and another draw
+                if draws:
+                    timer.drawn()
+            timer.end_step()
+        # Before the first step are imports and compilations, whose time is not counted.
+        assert timer.take() == (0.5, 1.0)
 
 
 def test_a_pass_that_fails_does_not_count(clock: list[float]) -> None:
     model = Layer(clock)
-    timer = ForwardTimer(model)
+    timer = StepTimer(model)
     with pytest.raises(RuntimeError, match="forward failed"):
         model(-1.0)
     model(0.25)
     timer.end_step()
-    assert timer.take() == 0.25
+    assert timer.take().forward == 0.25
 
 
 def test_nothing_is_timed_after_the_end(clock: list[float]) -> None:
     model = Layer(clock)
-    timer = ForwardTimer(model)
+    timer = StepTimer(model)
     timer.close()
     model(0.25)
     timer.end_step()
-    assert timer.take() == 0.0 and not model._forward_hooks and not model._forward_pre_hooks
+    assert timer.take() == (0.0, 0.0) and not model._forward_hooks and not model._forward_pre_hooks
 
 
 def test_a_model_can_be_copied_and_saved_with_its_timer() -> None:
     model = torch.nn.Linear(2, 2)
-    timer = ForwardTimer(model)
+    timer = StepTimer(model)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -111,12 +130,12 @@ def test_a_model_can_be_copied_and_saved_with_its_timer() -> None:
         twin(torch.ones(1, 2))
     timer.end_step()
     # Only the original is timed.
-    assert timer.take() == 0.0
+    assert timer.take() == (0.0, 0.0)
 
 
 def test_a_compiled_graph_does_not_contain_the_timer() -> None:
     model = torch.nn.Linear(2, 2)
-    ForwardTimer(model)
+    StepTimer(model)
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -130,13 +149,13 @@ def test_a_compiled_graph_does_not_contain_the_timer() -> None:
 
 def test_what_a_cuda_graph_records_is_not_timed(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layer(clock)
-    timer = ForwardTimer(model)
+    timer = StepTimer(model)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
         model(0.25)
     timer.end_step()
-    assert timer.take() == 0.25
+    assert timer.take().forward == 0.25
 
 
 class Marks:
@@ -164,18 +183,19 @@ def test_a_device_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> 
     marks: Any = Marks()
     monkeypatch.setattr(device, "of", lambda tensors: marks)
     model = torch.nn.Linear(2, 2)
-    timer = ForwardTimer(model)
+    timer = StepTimer(model)
     for _ in range(3):
         model(torch.ones(1, 2))
         timer.end_step()
-    assert timer.take() == 0.5
+    # Each mark is half a second after the one before.
+    assert timer.take() == (0.5, 1.0)
     # Where the device has no clock, or has not come so far, nothing is known; of one step never.
     marks.passed = False
     for number in (1, 3):
         for _ in range(number):
             model(torch.ones(1, 2))
             timer.end_step()
-        assert timer.take() == 0.0
+        assert timer.take() == (0.0, 0.0)
 
 
 class Everyone(Ranks):
@@ -195,7 +215,7 @@ class Compared:
         object.__setattr__(self.ranks, "sent", [])
         self.model = Layer(clock)
         self.reports: list[SlowRanks] = []
-        self.comparison = SpeedComparison(self.ranks, ForwardTimer(self.model), node_rank=7, report=self.reports.append)
+        self.comparison = SpeedComparison(self.ranks, StepTimer(self.model), node_rank=7, report=self.reports.append)
 
     def steps(self, number: int, *others: list[float]) -> None:
         object.__setattr__(self.ranks, "others", list(others))
@@ -206,17 +226,20 @@ class Compared:
 
 def test_slow_ranks_are_reported_when_they_change(clock: list[float]) -> None:
     compared = Compared(clock)
-    slow, sound = [0.25, 9], [0.125, 8]
+    slow, sound = [0.25, 0.25, 9], [0.125, 0.125, 8]
     compared.steps(WINDOW_STEPS, sound, slow)
-    assert compared.ranks.sent == [[0.125, 7]] and compared.reports == []
+    assert compared.ranks.sent == [[0.125, 0.125, 7]] and compared.reports == []
     compared.steps(1, sound, slow)
     event = SlowRanks(ranks=[2], ratios=[2.0], nodes=[9])
     assert compared.reports == [event]
     # Nothing new, or only another ratio.
-    compared.steps(WINDOW_STEPS, sound, [0.5, 9])
+    compared.steps(WINDOW_STEPS, sound, [0.5, 0.5, 9])
     assert compared.reports == [event]
     compared.steps(WINDOW_STEPS, slow, sound)
     assert compared.reports[1:] == [SlowRanks(ranks=[1], ratios=[2.0], nodes=[9])]
+    # One that computes as fast as the others, and comes late.
+    compared.steps(WINDOW_STEPS, slow, [0.125, 0.5, 9])
+    assert compared.reports.pop() == SlowRanks(ranks=[1, 2], ratios=[2.0, 2.0], nodes=[9, 9], between_steps=[2])
     # Where most are slow, that is the measure.
     compared.steps(WINDOW_STEPS, slow, slow)
     assert compared.reports[2:] == [SlowRanks(ranks=[], ratios=[], nodes=[])]
@@ -225,7 +248,7 @@ def test_slow_ranks_are_reported_when_they_change(clock: list[float]) -> None:
 def test_only_rank_0_reports_and_the_end_leaves_nothing_in_flight(clock: list[float]) -> None:
     for rank, count in ((1, 0), (0, 1)):
         compared = Compared(clock, rank)
-        compared.steps(WINDOW_STEPS, [0.125, 8], [0.25, 9])
+        compared.steps(WINDOW_STEPS, [0.125, 0.125, 8], [0.25, 0.25, 9])
         compared.comparison.close()
         compared.comparison.close()
         assert len(compared.reports) == count

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner.config.load import CONFIG_VARIABLES, load_config, parse_setting, settings_from_environment
+from runner.config.load import (
+    CONFIG_VARIABLES,
+    load_config,
+    load_recorded,
+    parse_setting,
+    settings_from_environment,
+)
 from runner.config.schema import Config
 from runner.errors import UsageError
 from runner.program.program import Program
@@ -75,3 +82,25 @@ def test_a_configuration_that_an_earlier_version_recorded_is_read() -> None:
     """It names every key, with its default then."""
     config = load_config(None, {}, [parse_setting("monitoring.address=null")])
     assert config.monitoring.address == "127.0.0.1"
+
+
+def test_what_an_earlier_version_recorded_is_read(tmp_path: Path) -> None:
+    recorded, file = Config(output_dir="/data/run"), tmp_path / "config.yaml"
+    recorded.checkpoint.location = "s3://bucket/run"
+    file.write_text(
+        recorded.to_yaml()
+        .replace("rdzv_backend: c10d", "rdzv_backend: etcd-v2\n  rdzv_conf: {a: 1}")
+        .replace("strategy: ddp", "strategy: {gone: 2}")
+        + "gone: true\n"
+    )
+    assert "etcd-v2" in file.read_text() and "{gone: 2}" in file.read_text()
+    assert load_recorded(file) == recorded
+
+
+@pytest.mark.parametrize("text", ["[]", "a: [", None])
+def test_what_is_no_record_is_refused(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=r"config\.yaml"):
+        load_recorded(file)

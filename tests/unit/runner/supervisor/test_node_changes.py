@@ -173,13 +173,15 @@ def test_with_a_node_to_spare_all_slow_ones_leave(bench: Bench) -> None:
     assert bench.changes.leaving.keys() == {1, 2}
 
 
-@pytest.mark.parametrize("reason", ["not wished", "fixed", "too few", "leader", "gone", "none"])
+@pytest.mark.parametrize("reason", ["not wished", "fixed", "too few", "leader", "gone", "none", "its data"])
 def test_slow_nodes_stay(reason: str, bench: Bench) -> None:
     nodes = {"leader": [0, 0], "gone": [5, 6]}.get(reason, [1, 2])
     slow = (
         SlowRanks(ranks=[], ratios=[], nodes=[])
         if reason == "none"
-        else SlowRanks(ranks=[2, 4], ratios=[1.4, 1.9], nodes=nodes)
+        else SlowRanks(
+            ranks=[2, 4], ratios=[1.4, 1.9], nodes=nodes, between_steps=[2, 4] if reason == "its data" else []
+        )
     )
     with_eviction(bench, slow)
     bench.session.config.launch.evict_slow_nodes = reason != "not wished"

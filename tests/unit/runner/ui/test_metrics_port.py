@@ -60,5 +60,7 @@ def test_connections_that_say_nothing_cost_few_threads(port: int) -> None:
             # The queue of those that wait to be accepted is short; who finds it full tries again after a second.
             time.sleep(0.005)
         assert threading.active_count() - before < MOST_THREADS
-    # It answers again once they are gone.
+    # It answers again once their threads have noticed that they are gone.
+    while threading.active_count() > before:
+        time.sleep(0.01)
     assert ask(port, "/metrics")[0] == 200
