@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _yield_to_training() -> None:
     """Leave the terminal's signals, the processor and the disk to the ranks."""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     with contextlib.suppress(psutil.Error, OSError):

@@ -55,7 +55,7 @@ class CurrentAttempt:
         self.number = number
         self._workers.restart()
         self._begin_stage(fetch=fetch)
-        self.control.stop_requested = False
+        self.control.stop_requested, self.control.saves_requested = False, 0
         self.control.clear()
 
     def enter(self, stage: TrainingStage, *, fetch: bool) -> None:

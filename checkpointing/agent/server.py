@@ -7,9 +7,9 @@ the conversation with ranks and monitors; `scheduler` and `resumption` decide, `
 
 Clients speak `checkpointing.agent.protocol` over the socket. A rank says `hello`, asks for an `offer` of snapshots to
 resume from, then for each snapshot says `acquire`, `staged` (or `abandon`), and where it must know the outcome `wait`.
-A monitor (the supervisor) says `hello`, `begin_attempt`, `request_stop`, `commit_newest`, `end_attempt`,
-`restart_state`, `sidecar`, `ping`, `shutdown`, and receives every event. When the last monitor disconnects, or on
-SIGTERM where there is none, the agent commits the newest whole snapshot and ends.
+A monitor (the supervisor) says `hello`, `begin_attempt`, `request_stop`, `request_save`, `commit_newest`,
+`end_attempt`, `restart_state`, `sidecar`, `ping`, `shutdown`, and receives every event. When the last monitor
+disconnects, or on SIGTERM where there is none, the agent commits the newest whole snapshot and ends.
 
 A snapshot stays in its arena after it was committed, until the memory is needed: after a crash the next attempt resumes
 from it without reading storage. One whole snapshot is always kept while the next one is being made, wherever there is
@@ -172,6 +172,8 @@ class Agent:
             case "request_stop":
                 self._attempt.control.stop_requested = True
                 self._workers.hurry(True)
+            case "request_save":
+                self._attempt.control.saves_requested += 1
             case "commit_newest":
                 self._scheduler.commit_newest(ranks_go_on=True)
             case "end_attempt":

@@ -1,4 +1,4 @@
-"""One shared page per rank: its heartbeat, the stop flag, and the newest commit."""
+"""One shared page per rank: its heartbeat, the flags of the supervisor, and the newest commit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CommitReport:
 
 
 class ControlPage:
-    """Heartbeats of a node's ranks, the stop flag and the last commit, in one shared page: no system call to use it.
+    """Heartbeats of a node's ranks, flags and the last commit, in one shared page: no system call to use it.
 
     Each slot has one writer (its rank; the agent for the flags); each field is an aligned 8-byte word, and slots are
     copied as a whole, so a reader sees of each field old or new, never half. (`struct.pack_into` fills its target with
@@ -70,6 +70,8 @@ class ControlPage:
     _SLOT_BYTES = 64
     _REPORT = struct.Struct("<qdd")
     _REPORT_OFFSET = 8
+    _SAVES = struct.Struct("<Q")
+    _SAVES_OFFSET = 32
     _FLAGS_BYTES = 64
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -101,6 +103,15 @@ class ControlPage:
     @stop_requested.setter
     def stop_requested(self, value: bool) -> None:
         self._memory.buffer[0] = int(value)
+
+    @property
+    def saves_requested(self) -> int:
+        """How often the supervisor has asked for a checkpoint in this attempt."""
+        return int(self._get(self._SAVES, self._SAVES_OFFSET)[0])
+
+    @saves_requested.setter
+    def saves_requested(self, value: int) -> None:
+        self._put(self._SAVES, self._SAVES_OFFSET, value)
 
     @property
     def last_commit(self) -> CommitReport:

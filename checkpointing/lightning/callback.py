@@ -22,7 +22,7 @@ from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
 from checkpointing.lightning.data import FollowedLoaders
 from checkpointing.lightning.loop_state import LightningLoopState, exported_in, saved_in, watched_in
-from checkpointing.manager import stop_signal
+from checkpointing.manager import rank_signals
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.manager.rehearsal import ends_rehearsal
 from checkpointing.manager.step_protocol import Due
@@ -146,7 +146,7 @@ class ResilientCheckpoint(Checkpoint):
             replace_restoring(trainer, functools.partial(self._restore_training, point))
         self._loaders = FollowedLoaders(trainer, manager, manager.positions_in(point) if point is not None else [])
         self._due, self._metrics = None, {}
-        self._handlers = {number: signal.getsignal(number) for number in stop_signal.SIGNALS}
+        self._handlers = {number: signal.getsignal(number) for number in rank_signals.SIGNALS}
         warn_of_draws(pl_module)
 
     def _restore_training(self, point: LoadedCheckpoint) -> None:
@@ -201,7 +201,7 @@ class ResilientCheckpoint(Checkpoint):
                 self._manager.leave_training()
             self._let_go(trainer)
             if not isinstance(exception, Preempted):
-                stop_signal.end_reading()
+                rank_signals.end_reading()
 
     def _let_go(self, trainer: Any) -> CheckpointManager:
         manager, self._manager = self._manager, None

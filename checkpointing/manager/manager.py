@@ -32,7 +32,7 @@ from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
 from checkpointing.host.environment import rank_settings
 from checkpointing.host.failpoints import failpoint
 from checkpointing.host.heartbeat import Phase
-from checkpointing.manager import stop_signal
+from checkpointing.manager import rank_signals
 from checkpointing.manager.data_positions import DataPositions
 from checkpointing.manager.node_services import AgentConnection, Connect, NodeServices
 from checkpointing.manager.options import Options
@@ -196,7 +196,7 @@ class CheckpointManager:
             model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, states=states, pipeline=pipeline
         )
         self._virtual_ranks, self._wrapped = virtual_ranks, model
-        stop_signal.begin_reading()
+        rank_signals.begin_reading()
 
     def _assemble(self, options: Options, ranks: Ranks, connect: Connect = AgentConnection) -> None:
         """Make the parts; all ranks call this together."""
@@ -217,6 +217,7 @@ class CheckpointManager:
             is_first=ranks.is_first,
             stop_wanted=lambda: self.stop_wanted,
             differs=lambda: self.proving.has_found_difference,
+            saves_wanted=lambda: rank_signals.num_saves() + self._node.connection.client.control.saves_requested,
             measure=self._measure,
             is_committed=self.restoring.is_committed,
             # A rehearsal has too few steps to leave any out.
@@ -633,7 +634,7 @@ class CheckpointManager:
     @property
     def stop_wanted(self) -> bool:
         """Whether this rank has been asked to stop; `end_of_step`, or `agree_to_stop`, agrees on it with all ranks."""
-        return stop_signal.requested() or self._node.connection.client.control.stop_requested
+        return rank_signals.requested() or self._node.connection.client.control.stop_requested
 
     def agree_to_stop(self) -> bool:
         """Return, outside steps, whether any rank had been asked to stop at the previous call.
@@ -671,7 +672,7 @@ class CheckpointManager:
         self.leave_training()
         self._tracked.buckets.close()
         if not self._node.is_connected:
-            stop_signal.end_reading(stopped=False)
+            rank_signals.end_reading(stopped=False)
             return
         try:
             self._finish(self._node.heartbeat.step)
@@ -694,7 +695,7 @@ class CheckpointManager:
         self._ranks.barrier()
         node.snapshots.close()
         node.heartbeat.write(Phase.DONE, step)
-        stop_signal.end_reading(stopped=self._stopped)
+        rank_signals.end_reading(stopped=self._stopped)
         # Under a supervisor, the end of a loop is the end of its stage: another manager begins another one.
         loop_ended = saving.last.step > 0 and self._options.has_chosen_location
         node.connection.leave(step, finished=not self._stopped and (self.finished or loop_ended))

@@ -1,4 +1,4 @@
-"""What all ranks do at a step boundary: decided by rank 0's clock, by requests to stop, and agreed by all."""
+"""What all ranks do at a step boundary: decided by rank 0's clock and by requests, and agreed by all."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ class StepProtocol:
         is_first: Whether this is rank 0.
         stop_wanted: Whether this rank has been asked to stop.
         differs: Whether this rank has found a difference that the others do not know of.
+        saves_wanted: How often this rank has been asked to save, in all.
         measure: Returns what the clock decides by; called on rank 0 before each exchange.
         is_committed: Whether storage has the checkpoint of a step.
         every_s: Seconds between two exchanges; where steps are longer, there is one at each.
@@ -76,13 +77,18 @@ class StepProtocol:
         is_first: bool,
         stop_wanted: Callable[[], bool],
         differs: Callable[[], bool],
+        saves_wanted: Callable[[], int],
         measure: Callable[[], Measured],
         is_committed: Callable[[int], bool],
         every_s: float = EXCHANGE_EVERY_S,
     ) -> None:
         self._flag_sync, self._clock, self._is_first = flag_sync, clock, is_first
         self._stop_wanted, self._measure, self._is_committed = stop_wanted, measure, is_committed
-        self._differs, self._every_s = differs, every_s
+        self._differs, self._saves_wanted, self._every_s = differs, saves_wanted, every_s
+        # How many requests to save this rank has passed on, and how many of them are agreed on.
+        self._saves_asked = self._saves_agreed = 0
+        # What is agreed on for the end of this step.
+        self._agreed: set[Flag] = set()
         # Since the last exchange.
         self._steps_seen, self._asked_at = 0, time.monotonic()
         self.awaited: int | None = None
@@ -93,8 +99,11 @@ class StepProtocol:
     def end_of_step(self, step: int) -> Due:
         """Exchange flags, where that is due, and return what is due now."""
         self._steps_seen += 1
-        agreed = self._flag_sync.exchange(self._ask) | self._left
+        self._agreed = agreed = self._flag_sync.drain() | self._left
         self._left = set()
+        if Flag.SAVE in agreed:
+            self._saves_agreed = self._saves_asked
+        self._flag_sync.exchange(self._ask)
         snapshot_due, save_due = self._clock.due_by_step(step)
         return Due(
             Flag.STOP in agreed,
@@ -127,12 +136,16 @@ class StepProtocol:
         wanted, _ = self._ask_to_stop()
         if self._differs():
             wanted.add(Flag.DIFFERS)
+        if (count := self._saves_wanted()) != self._saves_agreed:
+            wanted.add(Flag.SAVE)
+            self._saves_asked = count
         if not self._is_first:
             return wanted, 1
         now = time.monotonic()
         measured = self._measure()
         due = self._clock.due_by_time(now, measured.snapshot_s, measured.last_commit, preparing=measured.is_preparing)
-        wanted |= {flag for flag, wish in zip((Flag.SNAPSHOT, Flag.SAVE), due, strict=True) if wish}
+        # What is agreed on by now is done at the end of this step.
+        wanted |= {flag for flag, wish in zip((Flag.SNAPSHOT, Flag.SAVE), due, strict=True) if wish} - self._agreed
         if self.awaited is not None and self.awaited != self._answered:
             last = measured.last_commit.step
             if last >= self.awaited:

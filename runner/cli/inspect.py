@@ -59,7 +59,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     from runner.journal.summary import summarise
     from runner.ui.status import panel, runner_is_gone
 
-    where = location if location is not None else _newest_run()
+    where = location if location is not None else newest_run()
     # A person prefers a quick answer to a complete one.
     history = History(where, None if as_json else _STATUS_PATIENCE_S)
 
@@ -91,7 +91,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
         return
 
 
-def _newest_run() -> str:
+def newest_run() -> str:
     """Return the folder of $OUTPUT_DIR, or of the newest run in ./runs; UsageError if there is none."""
     from runner.journal.journal import JOURNAL_NAME
 
@@ -148,7 +148,7 @@ def report(
     from runner.ui.report import render_page
     from runner.ui.timeline import build_timeline
 
-    where = location if location is not None else _newest_run()
+    where = location if location is not None else newest_run()
     page = render_page(build_timeline(entries_at(where), time.time(), price_per_hour, spot_discount), where)
     is_run = "://" not in where and (Path(where) / "journal.jsonl").exists()
     output = output or (Path(where) if is_run else Path()) / "report.html"

@@ -13,7 +13,7 @@ from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.host.limits import explained
 from checkpointing.storage.object_store import StorageTimeout
 from runner import __version__
-from runner.cli import chaos, checkpoints, forecast, inspect, rehearse, start
+from runner.cli import chaos, checkpoints, forecast, inspect, logs, rehearse, requests, start
 from runner.errors import ExitCode, RunnerError, unusable, with_path
 from runner.system.text import visible
 
@@ -47,6 +47,9 @@ _COMMANDS = [
     inspect.config,
     inspect.status,
     inspect.report,
+    logs.logs,
+    requests.save,
+    requests.stop,
     forecast.doctor,
     forecast.plan,
     forecast.simulate,

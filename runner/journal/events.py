@@ -283,6 +283,19 @@ class StopRequested(Event, name="stop_requested"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveRequested(Event, name="save_requested"):
+    """A checkpoint was asked for; it is made at a later step, and training continues.
+
+    Attributes:
+        source: By what.
+        step: Last step that had ended by then.
+    """
+
+    source: str
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreemptionNotice(Event, name="preemption_notice"):
     """The cloud announced that it will reclaim this node, or recommends to leave it.
 

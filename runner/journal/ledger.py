@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from checkpointing.agent.events import Committed, Evaluated, Log, Restored, SnapshotCost, TrainingStarted
-from runner.journal.events import AttemptEnded, AttemptStarted, Backoff, Entry, RankStarted, RunEnded, RunStarted
+from runner.journal.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Backoff,
+    Entry,
+    Progress,
+    RankStarted,
+    RunEnded,
+    RunStarted,
+)
 from runner.recovery.kinds import FailureKind, is_failure
 
 # How attempts end, besides the kinds of failures: one that has not ended, and one whose end no runner recorded.
@@ -104,7 +113,7 @@ class AttemptAccount:
             last = step
         return total
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: Entry) -> None:  # noqa: C901 - A table of events.
         """Fold an event of this attempt."""
         match entry.event:
             case RankStarted():
@@ -122,6 +131,8 @@ class AttemptAccount:
                 self.last_step, self.last_step_at = log.step_of_run, entry.time
                 if (wait_s := log.metric("data_wait_s")) is not None:
                     self.data_wait.append((self.last_step, wait_s))
+            case Progress(step=step) if self.training_began is not None and step >= (self.last_step or 0):
+                self.last_step, self.last_step_at = step, entry.time
             case AttemptEnded() as end:
                 self.ended, self.kind, self.cause = entry.time, end.kind, end.cause
                 self.last_step, self.start_step = end.step, end.start_step
@@ -282,7 +293,9 @@ def _account_attempt(book: _Book, attempt: AttemptAccount, end: float) -> None:
     book.spend("start-up", min(attempt.training_began or stop, stop), number, {"restore": attempt.restore_s})
     if not trained:
         return
-    last = min(max(attempt.last_step_at or book.cursor, book.cursor), stop)
+    # One that runs takes steps, as far as is known.
+    last_at = stop if attempt.kind == RUNNING else attempt.last_step_at
+    last = min(max(last_at or book.cursor, book.cursor), stop)
     in_steps = last - book.cursor
     lost_s = in_steps * attempt.lost_steps / attempt.steps if attempt.steps > 0 else 0.0
     # Lost steps are lost together with their stalls and waits.

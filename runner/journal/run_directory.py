@@ -83,6 +83,7 @@ class RunDirectory:
     Attributes:
         config: The resolved configuration.
         logs: Folder for the ranks' output and stacks.
+        requests: Folder for the files that `runner save` and `runner stop` make.
         cache: Folder for prepared data.
         best_model: Folder of the bundled job's best model.
         job: The recorded `JobIdentity`.
@@ -97,6 +98,7 @@ class RunDirectory:
         self.config = self._own / "config.yaml"
         self.journal = self._own / JOURNAL_NAME
         self.logs = self._own / "logs"
+        self.requests = self.root / "requests"
         self.cache = self.root / "cache"
         self.best_model = self.root / "best_model"
         self._identity = self.root / "run.json"

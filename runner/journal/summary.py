@@ -32,6 +32,7 @@ from runner.journal.events import (
     NothingSaved,
     ProgramSaved,
     Progress,
+    RankStarted,
     RunEnded,
     RunStarted,
     StopRequested,
@@ -95,6 +96,7 @@ class RunSummary:
         nodes: Node ranks of the nodes of the newest attempt; empty for a run of one node.
         max_nodes: Nodes that the run may have; 0 for a run of one node, and in old journals.
         leader: Node rank of the node that leads in place of the first one; None if none has had to.
+        pids: Process ids of the runner, and of the newest attempt's launcher, agent and ranks on this node, by name.
         slow: Which ranks compute more slowly than the others now; None if there are none.
         resumes: How often training has resumed.
         program_saves: Steps of the checkpoints that a program has saved by itself, in order.
@@ -128,6 +130,7 @@ class RunSummary:
     nodes: list[int] = field(default_factory=list)
     max_nodes: int = 0
     leader: int | None = None
+    pids: dict[str, int] = field(default_factory=dict)
     slow: SlowRanks | None = None
     resumes: int = 0
     unsaved: NothingSaved | None = None
@@ -203,14 +206,18 @@ def _step_s(entries: Sequence[Entry]) -> float | None:
 
 def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of events.
     match entry.event:
-        case RunStarted(run_id=run_id):
+        case RunStarted(run_id=run_id, pid=pid):
             run.run_id, run.state, run.reason, run.exit_code = run_id, RunState.STARTING, "", None
+            run.pids = _pids(runner=pid)
         case WaitingForNodes():
             run.state = RunState.WAITING
         case AttemptStarted() as begun:
             run.state, run.nodes = RunState.RUNNING, begun.nodes
             run.max_nodes = (begun.max_nodes or begun.nnodes) if begun.nodes else 0
             run.slow = None
+            run.pids = _pids(runner=run.pids.get("runner"), launcher=begun.launcher_pid, agent=begun.agent_pid)
+        case RankStarted(rank=rank, pid=int(pid)):
+            run.pids[f"rank {rank}"] = pid
         case SlowRanks() as found:
             run.slow = found if found.ranks else None
         case Resumed():
@@ -231,7 +238,8 @@ def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of eve
             run.step = step
         case ProgramSaved(step=step):
             run.unsaved, run.program_saves = None, [*run.program_saves, step]
-        case Committed(step=step, tier=tier):
+        case Committed(step=step, tier=tier) as committed:
+            run.step = max(run.step, committed.step_of_run)
             if step not in run.committed:
                 run.committed.append(step)
             if step >= run.newest_by_tier.get(tier, -1):
@@ -259,6 +267,10 @@ def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of eve
             run.malformed_events += 1
         case _:
             pass
+
+
+def _pids(**pids: int | None) -> dict[str, int]:
+    return {name: pid for name, pid in pids.items() if pid}
 
 
 def _ended(state: str) -> RunState:

@@ -238,11 +238,11 @@ def _take_less_time() -> None:
 
 
 def _leave_signals_to_the_supervisor() -> None:
-    """Ignore stop signals, which some clusters send to every process of a job (Slurm to all that a step has started).
+    """Ignore stop signals and SIGUSR2, which some clusters send to every process of a job (Slurm to a step's).
 
     The supervisor handles them, and ends this process when the ranks have saved. The fork server inherits the setting.
     """
-    for number in processes.STOP_SIGNALS:
+    for number in (*processes.STOP_SIGNALS, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -77,6 +77,8 @@ class Node:
         self.others_busy = self.has_state = self.leads = False
         self._attempt: Attempt | None = None
         self._patience = 1.0
+        # A checkpoint of a later step was asked for, and is not committed yet.
+        self._save_after: int | None = None
         self._build_locks = BuildLocks(os.environ, display.message)
         # Whether ranks are fresh interpreters instead of forks of a preloaded one.
         self._cold = config.launch.cold
@@ -195,6 +197,17 @@ class Node:
         """Whether the ranks of the running attempt save when they are asked to stop; True without one."""
         return self._attempt is None or self._attempt.graceful.saves
 
+    def save_now(self) -> int:
+        """Have the ranks commit their state at the next step, in the next attempt if this one does not come to that.
+
+        Returns:
+            The last step that has ended.
+        """
+        beats = self._attempt.heartbeats() if self._attempt is not None else []
+        self._save_after = max((beat.step for beat in beats), default=self.checkpoints.committed_step)
+        self._helpers.request_agent("request_save")
+        return self._save_after
+
     def pause_attempt(self) -> None:
         """End the running attempt at a step boundary, on all nodes; its last step is committed before."""
         if self._attempt is not None:
@@ -229,6 +242,8 @@ class Node:
         self.checkpoints.begin_attempt(spec.attempt)
         fetch = self.has_state or not spec.held
         agent.request("begin_attempt", attempt=spec.attempt, fetch=fetch, commits=self.leads)
+        if self._save_after is not None and self.checkpoints.committed_step <= self._save_after:
+            agent.request("request_save")
         self.has_state = True
         self._record(spec.started(launcher.pid, agent.pid))
         launcher.send(

@@ -16,10 +16,11 @@ from pathlib import Path
 from checkpointing.agent.events import Event
 from checkpointing.host.memory import separate_oom_kills
 from runner.config.schema import Config
-from runner.journal.events import PreemptionNotice, StopRequested
+from runner.journal.events import PreemptionNotice, SaveRequested, StopRequested
 from runner.journal.journal import Journal, SteadyClock, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.preemption import Notice, NoticeWatcher
+from runner.session.requests import Requests
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
 from runner.ui.progress import ProgressDisplay
@@ -48,7 +49,8 @@ class Session:
         display: The console.
         run_id: Identity of the run.
         loop: The event loop.
-        stop: Whether the run was asked to stop, by a signal, a rank or a cloud.
+        stop: Whether the run was asked to stop, by a signal, a file, a rank or a cloud.
+        requests: What else people ask of the run.
         attempt: Newest known attempt, under which events are recorded.
         clock: The journal's clock, in seconds since the epoch.
         monotonic: The clock of all waits, in seconds.
@@ -59,7 +61,7 @@ class Session:
         self.config, self.directory, self.display = config, directory, display
         self.run_id = directory.run_id()
         self.loop = EventLoop()
-        self.stop = stop
+        self.stop, self.requests = stop, Requests(directory.requests, stop)
         entries = read_journal(directory.journal)
         self.attempt = max((entry.attempt for entry in entries), default=0)
         self.clock = SteadyClock(max((entry.time for entry in entries), default=0.0))
@@ -90,6 +92,7 @@ class Session:
         self.runtime = Path(self._stack.enter_context(runtime))
         self._stack.callback(self.loop.close)
         self.loop.wake_by_signals()
+        self.requests.count_signals()
         restart = self.config.restart
         if restart.preemption_notices != "off":
             watcher = NoticeWatcher(
@@ -131,6 +134,19 @@ class Session:
         self.record(StopRequested(reason=self.stop.reason))
         self.display.message(f"stop requested ({self.stop.reason}): {STOP_TEXT if saves else UNSAVED_STOP_TEXT}")
         pass_on(self.stop.reason)
+
+    def pass_on_save(self, save: Callable[[], int], *, saves: bool) -> None:
+        """Pass on a request for a checkpoint, if there was one.
+
+        Args:
+            save: Has the ranks make it; returns the last step that has ended.
+            saves: Whether the ranks save at all.
+        """
+        if not (source := self.requests.take_save()):
+            return
+        self.record(SaveRequested(source=source, step=save()))
+        follows = "it is made at the next step" if saves else "but nothing of this program is saved so far"
+        self.display.message(f"checkpoint requested ({source}): {follows}")
 
     def sleep(self, seconds: float) -> None:
         """Wait until the time has passed or a stop is requested."""

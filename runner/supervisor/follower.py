@@ -201,8 +201,9 @@ class Follower:
         print(f"runner: node {self._config.launch.node_rank}: {visible(text)}", flush=True)
 
     def _each_turn(self, node: Node) -> None:
-        """Handle the leader and stop requests while an attempt runs."""
+        """Handle the leader and requests while an attempt runs."""
         self._turn()
+        self._session.pass_on_save(node.save_now, saves=node.saves)
         if node.busy != self._busy_sent:
             self._busy_sent = node.busy
             self._member.send(messages.Busy(busy=self._busy_sent))

@@ -142,6 +142,7 @@ class Supervisor:
         self._display.state.committed_step = newest if newest >= 0 else None
         session.record(self._record.started(session, newest, self._location_id))
         self._lead.begin(took_over=self._inherited is not None)
+        session.requests.watch(session.loop)
         inherited = self._inherited.node if self._inherited is not None else None
         self._node = inherited or make_node(session, self._job, self._lead.run_id, build=self._build_node)
         self._node.leads, self._node.checkpoints.committed_step = True, over_all_stages
@@ -298,6 +299,7 @@ class Supervisor:
         """Handle stop requests and other nodes while an attempt runs."""
         self._record.copy_journal(self._node, self._session.monotonic())
         self._session.announce_stop(self._members.announce_stop, saves=self._node.saves)
+        self._session.pass_on_save(self._node.save_now, saves=self._node.saves)
         if self._samples.learn(
             self._node.checkpoints.batch, len(self._members.nodes) * self._members.limits.local_ranks
         ):

@@ -79,11 +79,13 @@ class StopRequest:
         numbers = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not nohup]
 
         def ignore() -> None:
-            for number in numbers:
+            for number in (*numbers, signal.SIGUSR2):
                 signal.signal(number, signal.SIG_IGN)
 
         for number in numbers:
             signal.signal(number, count)
+        # A request to save (`runner.session.requests`) ends nothing, however early it comes.
+        signal.signal(signal.SIGUSR2, lambda *_: None)
         # The interpreter restores default handlers at its exit, when a signal would replace the exit code.
         atexit.register(ignore)
 

@@ -22,7 +22,7 @@ from typing import Any
 from checkpointing.errors import EXIT_PREEMPTED, CheckpointError
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.host.own_files import open_own
-from checkpointing.manager import stop_signal
+from checkpointing.manager import rank_signals
 from runner.errors import RunnerError
 from runner.program.program import Program
 from runner.recovery.classify import of_its_origin, printable
@@ -81,7 +81,7 @@ def run_rank(spec: dict[str, Any]) -> None:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     processes.set_name(f"rank {rank}")
     # A stop signal may reach only one of the ranks, at any time.
-    stop_signal.install(lambda: sender.send_surely("stop_signal", rank=rank))
+    rank_signals.install(lambda: sender.send_surely("stop_signal", rank=rank))
     os.environ.update(spec["env"])
     faulthandler.enable()
     # A child of a fork server inherits its start method. The workers of a script, such as a DataLoader's, must start as
@@ -176,7 +176,7 @@ def _become_independent() -> None:
 
 def _restore_signals() -> None:
     """Restore default signal handlers as under torchrun, because the launcher ignores signals."""
-    for number in processes.STOP_SIGNALS:
+    for number in (*processes.STOP_SIGNALS, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from runner.journal.events import Entry, RunStarted
+from runner.journal.events import Entry, RunEnded, RunStarted
 from runner.journal.ledger import LOST, TRAINING, AttemptAccount
 from runner.journal.summary import RunState, RunSummary, describe_nodes, describe_repetitions, describe_slow_ranks
 from runner.recovery.restart_state import RunnerProcess, process_namespace
@@ -32,6 +32,12 @@ def runner_is_gone(entries: Sequence[Entry]) -> bool:
     return last is not None and runner is not None and last.namespace == process_namespace() and runner.is_gone_here
 
 
+def has_ended(entries: Sequence[Entry]) -> bool:
+    """Return whether no runner of the journal's run is running any more, as far as this node knows."""
+    ends = (entry.event for entry in reversed(entries) if isinstance(entry.event, RunStarted | RunEnded))
+    return isinstance(next(ends, None), RunEnded) or runner_is_gone(entries)
+
+
 def panel(run: RunSummary, now: float, locations: dict[str, str], *, gone: bool = False) -> RenderableType:
     """Return the run as it stands at a time, in seconds since the epoch.
 
@@ -48,6 +54,10 @@ def panel(run: RunSummary, now: float, locations: dict[str, str], *, gone: bool 
     _add_trouble(facts, run)
     lost = f"{run.lost_steps} steps lost, {duration(run.time_by_cause.get(LOST, 0.0))}"
     facts.add_row("goodput", f"{100 * run.goodput:.1f} % of {duration(run.wall_s)}; {lost}")
+    if run.pids and not run.state.is_over and not gone:
+        # Ranks report in any order.
+        pids = sorted(run.pids.items(), key=lambda item: int(item[0].removeprefix("rank ")) if " " in item[0] else -1)
+        facts.add_row("processes", ", ".join(f"{name} {pid}" for name, pid in pids))
     for name, location in locations.items():
         facts.add_row(name, Text(location))
     parts: list[RenderableType] = [_title(run, now, gone), facts]

@@ -19,6 +19,7 @@ from runner.peers.messages import PeerMessage
 from runner.ranks.watch import RankWatch, Started
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
+from runner.session.requests import Requests
 from runner.session.session import Session
 from runner.system.event_loop import StopRequest
 from runner.system.processes import Host
@@ -202,6 +203,7 @@ class FakeSession(Session):
         self.events: list[Event] = []
         self.waits: list[float] = []
         self._stop_announced = False
+        self.requests = Requests(self.directory.requests, self.stop)
 
     def __enter__(self) -> FakeSession:
         return self
@@ -237,7 +239,7 @@ class FakeNode:
         self.run_id, self.shape = run_id, (1, 2)
         self.others_busy = self.busy = False
         self.is_training, self.is_warm, self.has_state, self.leads, self.pauses = True, True, False, False, 0
-        self.saves = True
+        self.saves, self.num_saves_asked = True, 0
         self.agent_pid = 1
         self.drained, self.closed, self.has_agent = True, False, True
         self.plan: list[AttemptResult | Callable[[FakeNode], AttemptResult]] = []
@@ -268,6 +270,10 @@ class FakeNode:
     def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:
         self.verdicts.append(verdict)
         self.stacks.append(stacks)
+
+    def save_now(self) -> int:
+        self.num_saves_asked += 1
+        return self.checkpoints.committed_step
 
     def pause_attempt(self) -> None:
         self.pauses += 1

@@ -278,6 +278,16 @@ def test_the_stop_request_is_of_one_attempt(desk: Desk) -> None:
     assert not control.stop_requested
 
 
+def test_requests_to_save_are_counted_by_attempt(desk: Desk) -> None:
+    monitor, control = desk.monitor(), desk.agent._attempt.control
+    monitor.say("begin_attempt", attempt=1, fetch=False)
+    monitor.say("request_save")
+    monitor.say("request_save")
+    assert control.saves_requested == 2 and not control.stop_requested
+    monitor.say("begin_attempt", attempt=2, fetch=False)
+    assert control.saves_requested == 0
+
+
 def test_a_stop_request_can_be_followed_by_one_to_commit_what_there_is(desk: Desk) -> None:
     monitor, newest = desk.monitor(), Mock()
     desk.agent._scheduler.commit_newest = newest  # type: ignore[method-assign]

@@ -14,10 +14,10 @@ def test_what_one_process_writes_another_reads() -> None:
     other = ControlPage.attach(os.dup(page.fd))
     beat = Heartbeat(Phase.TRAINING, 5, 12.5, 1, 10.0, 0.5, 3)
     page.write(1, beat)
-    page.stop_requested = True
+    page.stop_requested, page.saves_requested = True, 2**40
     page.last_commit = CommitReport(5, 1.5, 0.5)
     assert (other.read(1), other.read(0).phase) == (beat, Phase.STARTING)
-    assert other.stop_requested and other.last_commit == CommitReport(5, 1.5, 0.5)
+    assert other.stop_requested and other.saves_requested == 2**40 and other.last_commit == CommitReport(5, 1.5, 0.5)
     other.clear()
     assert page.read(1).step == 0 and page.stop_requested and page.last_commit.step == 5
     other.close()

@@ -22,7 +22,7 @@ from checkpointing.lightning.callback import (
     replace_restoring,
     warn_of_draws,
 )
-from checkpointing.manager import stop_signal
+from checkpointing.manager import rank_signals
 from checkpointing.manager.step_protocol import Due
 
 
@@ -150,12 +150,12 @@ def test_the_callback_comes_first() -> None:
 
 
 def test_a_failure_leaves_the_trainer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_signal, "_num_readers", 1)
+    monkeypatch.setattr(rank_signals, "_num_readers", 1)
     subject = callback()
     manager, of = subject._manager, trainer(_checkpoint_connector=SimpleNamespace(resume_start=1))
     subject.on_exception(of, None, RuntimeError())
     subject._loaders.remove.assert_called_once()
-    assert not vars(of._checkpoint_connector) and stop_signal._num_readers == 0
+    assert not vars(of._checkpoint_connector) and rank_signals._num_readers == 0
     # It is no end of training, and other ranks may go on.
     subject.teardown(of, None, "test")
     manager.close.assert_not_called()

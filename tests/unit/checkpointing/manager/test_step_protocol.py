@@ -24,11 +24,12 @@ class Rank:
             is_first=is_first,
             stop_wanted=lambda: self.stop,
             differs=lambda: self.differs,
+            saves_wanted=lambda: self.saves,
             measure=lambda: Measured(0.01, False, self.last_commit),
             is_committed=self.committed.__contains__,
         )
 
-    now, differs = 0.0, False
+    now, differs, saves = 0.0, False, 0
 
     def step(self, number: int, seconds: float = 2.0) -> Due:
         Rank.now += seconds
@@ -56,8 +57,31 @@ def test_what_goes_by_time_is_due_a_step_after_rank_0_asked_for_it() -> None:
     dues = [rank.step(number) for number in range(1, 5)]
     assert dues == [Due(), Due(), Due(), Due(save=True)]
     rank.protocol.saved(commit=True)
-    # Asked for again in the exchange that was under way, and by then no more.
-    assert [rank.step(number).save for number in range(5, 8)] == [True, False, False]
+    # The exchange that was under way asked for nothing: what was agreed on was about to be done.
+    assert [rank.step(number).save for number in range(5, 9)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_any_rank_passes_on_a_request_to_save_once(is_first: bool) -> None:
+    rank = Rank(Cadence(), is_first=is_first)
+    assert rank.step(1) == Due()
+    rank.saves = 1
+    dues = [rank.step(number) for number in range(2, 6)]
+    assert dues == [Due(), Due(save=True), Due(), Due()]
+    # Two that come at once are one checkpoint; one that comes while another is agreed on is another.
+    rank.saves = 3
+    assert not rank.step(6).save
+    rank.saves = 4
+    assert [rank.step(number).save for number in range(7, 11)] == [True, True, False, False]
+
+
+def test_a_request_to_save_that_an_evaluation_drops_is_passed_on_again() -> None:
+    rank = Rank(Cadence())
+    rank.saves = 1
+    rank.step(1)
+    rank.protocol.agree_to_stop()
+    rank.protocol.agree_to_stop()
+    assert [rank.step(number).save for number in (2, 3, 4)] == [False, True, False]
 
 
 def test_only_rank_0_goes_by_its_clock() -> None:

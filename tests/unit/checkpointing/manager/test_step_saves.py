@@ -17,7 +17,7 @@ from checkpointing.errors import CommitFailed, Preempted
 from checkpointing.format.layout import MODEL_NAME
 from checkpointing.host.environment import RankSettings
 from checkpointing.host.heartbeat import Phase
-from checkpointing.manager import stop_signal
+from checkpointing.manager import rank_signals
 from checkpointing.snapshot.cadence import Cadence
 
 
@@ -45,8 +45,8 @@ class Job:
 @pytest.fixture(autouse=True)
 def no_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test has read no signal yet, and leaves none behind."""
-    monkeypatch.setattr(stop_signal, "_num_readers", 1)
-    monkeypatch.setattr(stop_signal, "_requested", False)
+    monkeypatch.setattr(rank_signals, "_num_readers", 1)
+    monkeypatch.setattr(rank_signals, "_requested", False)
     yield
 
 

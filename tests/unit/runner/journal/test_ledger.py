@@ -89,6 +89,16 @@ def test_every_second_has_one_cause() -> None:
     assert restarts_by_kind(attempts_of(entries(EVENTS))) == {"hung": 1, "cut off": 1}
 
 
+def test_an_attempt_that_runs_takes_steps() -> None:
+    """A script that logs nothing is no slower for it."""
+    running = [*EVENTS[:1], event(101, "attempt_started", 1), event(103, "rank_started", 1, rank=0)]
+    running += [event(109, "training_started", 1, step=0), event(119, "progress", 1, step=40)]
+    found = account(entries(running), now=149)
+    assert (found.seconds["training"], found.seconds["teardown"], found.goodput) == (40, 0, 40 / 49)
+    (attempt,) = attempts_of(entries([*running, event(150, "run_started", 0, run_id="r")]))
+    assert (attempt.last_step, attempt.last_step_at) == (40, 119)
+
+
 def test_a_later_attempt_may_fall_back_further() -> None:
     events = [event(0, "run_started", 0, run_id="r")]
     for number, (start, end) in enumerate(((0, 100), (90, 95), (50, 200)), 1):

@@ -93,6 +93,24 @@ def test_what_a_program_saves_by_itself_is_no_checkpoint_of_the_run() -> None:
     assert "2 by the program itself, newest step 10" in render(run, {})
 
 
+def test_what_is_committed_was_trained() -> None:
+    """A script that logs nothing reports its step every ten seconds only."""
+    events = [event(100, "attempt_started", 1), event(101, "progress", 1, step=2), event(102, "committed", 1, step=9)]
+    assert summarise(entries(events)).step == 9
+
+
+def test_processes_are_those_of_the_newest_attempt() -> None:
+    events = [
+        event(100, "run_started", 0, run_id="r", pid=5),
+        event(101, "attempt_started", 1, launcher_pid=6, agent_pid=7),
+        event(102, "rank_started", 1, rank=1, pid=9),
+        event(102, "rank_started", 1, rank=0, pid=8),
+    ]
+    assert summarise(entries(events)).pids == {"runner": 5, "launcher": 6, "agent": 7, "rank 1": 9, "rank 0": 8}
+    events.append(event(103, "attempt_started", 2, launcher_pid=6, agent_pid=7))
+    assert summarise(entries(events)).to_dict()["pids"] == {"runner": 5, "launcher": 6, "agent": 7}
+
+
 def test_slow_ranks_are_those_of_the_running_attempt() -> None:
     slow = event(105, "slow_ranks", 1, ranks=[3], ratios=[1.5], nodes=[1])
     events = [event(100, "attempt_started", 1), slow]

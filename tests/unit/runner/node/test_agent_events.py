@@ -180,8 +180,8 @@ def test_slow_ranks_are_named_and_forgotten_by_the_next_attempt() -> None:
     assert bench.recorded == [slow] and bench.events.slow == slow
     bench.events.handle(SlowRanks(ranks=[], ratios=[], nodes=[]))
     assert bench.display.texts == [
-        "slow ranks, by the time of their forward passes against the median rank's: rank 3 on node 1: 1.6 times",
-        "no rank computes more slowly than the others any more",
+        "slow ranks, by the time that the median rank needs: rank 3 on node 1: 1.6 times (in its forward passes)",
+        "no rank is slower than the others any more",
     ]
     bench.events.begin_attempt(2)
     assert bench.events.slow is None

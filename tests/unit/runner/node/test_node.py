@@ -165,6 +165,26 @@ def test_the_next_attempt_knows_what_is_committed(tmp_path: Path) -> None:
     assert bench.launcher.sent[1]["spec"]["resumes"]
 
 
+def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_there_is_one(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.start()
+    steps: list[int] = []
+
+    def ask() -> None:
+        bench.agent.beats = [beat(Phase.TRAINING, 7), beat(Phase.TRAINING, 6)]
+        steps.append(bench.node.save_now())
+
+    bench.run(ask, bench.reported(FAILED))
+    assert steps == [7] and bench.agent.requests.count("request_save") == 1
+    # An older snapshot is committed meanwhile.
+    bench.deliver(bench.agent, Committed(step=5).to_dict())
+    bench.run(bench.reported(FAILED), spec=AttemptSpec(2, 1))
+    assert bench.agent.requests.count("request_save") == 2
+    bench.deliver(bench.agent, Committed(step=8).to_dict())
+    bench.run(bench.reported(FINISHED), spec=AttemptSpec(3, 1))
+    assert bench.agent.requests.count("request_save") == 2
+
+
 def test_forks_that_cannot_use_the_gpu_are_followed_by_fresh_interpreters(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.start()

@@ -10,7 +10,7 @@ from helpers.journals import event
 from helpers.node_fakes import FakeDisplay
 
 from runner.config.schema import Config
-from runner.journal.events import PreemptionNotice, Progress, StopRequested
+from runner.journal.events import PreemptionNotice, Progress, SaveRequested, StopRequested
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.preemption.clouds import Notice
@@ -182,3 +182,17 @@ def test_a_folder_whose_path_is_too_long_for_sockets_is_not_used(
     monkeypatch.setattr("tempfile.tempdir", str(long))
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert session._temporary_folder() == str(long)
+
+
+def test_a_request_for_a_checkpoint_is_passed_on_and_recorded(system: System, tmp_path: Path) -> None:
+    with opened(tmp_path) as one:
+        one.requests._saves += ["runner save", "SIGUSR2"]
+        steps = [7, 9]
+        for saves in (True, False, True):
+            one.pass_on_save(lambda: steps.pop(0), saves=saves)
+        found = [entry.event for entry in read_journal(one.directory.journal)]
+        assert found == [SaveRequested(source="runner save", step=7), SaveRequested(source="SIGUSR2", step=9)]
+        assert texts(one) == [
+            "checkpoint requested (runner save): it is made at the next step",
+            "checkpoint requested (SIGUSR2): but nothing of this program is saved so far",
+        ]

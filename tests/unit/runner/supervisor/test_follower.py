@@ -161,6 +161,15 @@ def test_an_attempt_is_run_when_the_leader_begins_it(tmp_path: Path) -> None:
     assert bench.session.names() == ["run_started", "attempt_ended", "run_ended"]
 
 
+def test_a_signal_to_a_follower_has_its_ranks_ask_for_a_checkpoint(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME, BEGIN, DONE)
+    bench.attempts = [ended(FailureKind.FINISHED)]
+    bench.session.requests._saves.append("SIGUSR2")
+    assert bench.run() is ExitCode.DONE and bench.nodes[0].num_saves_asked == 1
+    # Which files there are is the leader's to see.
+    assert not bench.session.directory.requests.exists()
+
+
 def test_it_ends_as_the_leader_says(tmp_path: Path) -> None:
     bench = Bench(tmp_path, Finish(exit_code=2, reason="another job"))
     assert bench.run() is ExitCode.USAGE

@@ -90,6 +90,20 @@ def test_a_run_that_finishes(tmp_path: Path) -> None:
     assert bench.kept.history == [] and bench.kept.running is None
 
 
+def test_a_request_for_a_checkpoint_is_passed_on_by_the_leader(tmp_path: Path) -> None:
+    def train(node: FakeNode) -> AttemptResult:
+        bench.session.requests._saves.append("runner save")
+        node.each_turn()
+        node.each_turn()
+        return FINISHED
+
+    bench = Bench(tmp_path, train)
+    assert bench.run() is ExitCode.DONE and bench.node.num_saves_asked == 1
+    assert bench.session.names().count("save_requested") == 1
+    # The leader looks for files; a test of the session has them taken.
+    assert bench.session.directory.requests.is_dir()
+
+
 def test_a_crash_is_followed_by_the_next_attempt_and_the_second_one_by_a_wait(tmp_path: Path) -> None:
     crash = ended(FailureKind.CRASHED, 10)
     bench = Bench(tmp_path, crash, crash, FINISHED)

@@ -62,7 +62,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
         monkeypatch.setattr(f"runner.training.rank.processes.{name}", lambda *_: None)
     monkeypatch.setattr(module, "_restore_signals", lambda: None)
     monkeypatch.setattr(module, "name_what_stays", lambda rank: None)
-    monkeypatch.setattr("runner.training.rank.stop_signal.install", made.stop_reports.append)
+    monkeypatch.setattr("runner.training.rank.rank_signals.install", made.stop_reports.append)
     monkeypatch.setattr("runner.training.rank.faulthandler.enable", lambda: None)
     monkeypatch.setattr("runner.training.rank.multiprocessing.set_start_method", lambda *_, **__: None)
     monkeypatch.setattr("runner.training.rank.atexit._run_exitfuncs", made.exit)

@@ -10,12 +10,12 @@ import pytest
 
 SCRIPT = """
 import os, signal
-from checkpointing.manager import stop_signal
+from checkpointing.manager import rank_signals
 reports = []
-stop_signal.install(lambda: reports.append(1))
+rank_signals.install(lambda: reports.append(1))
 {before}
 os.kill(os.getpid(), signal.{name})
-print(stop_signal.requested(), len(reports))
+print(rank_signals.requested(), len(reports))
 """
 
 
@@ -28,20 +28,20 @@ def run(name: str, before: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_while_somebody_reads_a_signal_sets_the_flag(name: str) -> None:
-    assert run(name, "stop_signal.begin_reading()") == (0, "True 1")
+    assert run(name, "rank_signals.begin_reading()") == (0, "True 1")
 
 
 def test_without_a_reader_it_has_its_usual_effect() -> None:
     assert run("SIGTERM", "") == (-signal.SIGTERM, "")
-    assert run("SIGTERM", "stop_signal.begin_reading(); stop_signal.end_reading()") == (-signal.SIGTERM, "")
+    assert run("SIGTERM", "rank_signals.begin_reading(); rank_signals.end_reading()") == (-signal.SIGTERM, "")
 
 
 def test_a_process_that_is_ending_for_a_signal_takes_no_second_one() -> None:
-    assert run("SIGTERM", "stop_signal.begin_reading(); stop_signal.end_reading(stopped=True)") == (0, "True 1")
+    assert run("SIGTERM", "rank_signals.begin_reading(); rank_signals.end_reading(stopped=True)") == (0, "True 1")
 
 
 def test_a_forked_child_leaves_a_notice_to_its_parent() -> None:
-    before = "stop_signal.begin_reading()\nif os.fork(): os._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
+    before = "rank_signals.begin_reading()\nif os.fork(): os._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
     assert run("SIGUSR1", before) == (0, "False 0")
 
 
@@ -49,9 +49,9 @@ OWN = """
 def own(number, frame):
     print("own", end=" ")
     {does}
-stop_signal.begin_reading()
+rank_signals.begin_reading()
 first = signal.signal(signal.{name}, own)
-stop_signal.{look}()
+rank_signals.{look}()
 """
 
 
@@ -64,7 +64,7 @@ def test_a_handler_that_the_script_sets_later_hides_no_signal(name: str, look: s
 def test_a_handler_that_exits_leaves_the_end_to_the_next_step_boundary() -> None:
     before = f"import sys{OWN.format(name='SIGTERM', look='requested', does='sys.exit(0)')}"
     assert run("SIGTERM", before) == (0, "own True 1")
-    assert run("SIGTERM", f"{before}\nstop_signal.end_reading()") == (0, "own")
+    assert run("SIGTERM", f"{before}\nrank_signals.end_reading()") == (0, "own")
 
 
 def test_other_exceptions_of_a_handler_are_the_scripts() -> None:
@@ -77,7 +77,7 @@ def test_other_exceptions_of_a_handler_are_the_scripts() -> None:
     [("signal.SIG_DFL", -signal.SIGTERM, "SIGTERM"), ("signal.default_int_handler", -signal.SIGINT, "SIGINT")],
 )
 def test_what_undoes_handlers_is_left_alone(handler: str, status: int, name: str) -> None:
-    before = f"stop_signal.begin_reading(); signal.signal(signal.{name}, {handler}); stop_signal.requested()"
+    before = f"rank_signals.begin_reading(); signal.signal(signal.{name}, {handler}); rank_signals.requested()"
     assert run(name, before) == (status, "")
 
 
@@ -90,3 +90,18 @@ def test_a_forked_child_keeps_the_scripts_handler() -> None:
     before = OWN.format(name="SIGTERM", look="requested", does="os._exit(7)")
     before += "\nif child := os.fork(): os._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
     assert run("SIGTERM", before)[0] == 7
+
+
+def test_sigusr2_asks_for_a_checkpoint_with_and_without_a_reader() -> None:
+    before = "os.kill(os.getpid(), signal.SIGUSR2)\nprint(rank_signals.num_saves(), end=' ')"
+    assert run("SIGUSR2", f"{before}\nrank_signals.begin_reading()") == (0, "1 False 0")
+
+
+def test_a_handler_of_the_script_for_sigusr2_stays() -> None:
+    own = """
+import subprocess, sys
+signal.signal(signal.SIGUSR2, lambda *_: print("own", end=" "))
+rank_signals._owner = None
+rank_signals.install()
+"""
+    assert run("SIGUSR2", own) == (0, "own False 0")

@@ -1,4 +1,4 @@
-"""A rank's handlers for preemption notices: they set a flag, and nothing else.
+"""A rank's handlers of signals: those for preemption notices set a flag, that for a save (SIGUSR2) counts, no more.
 
 The flag is read at the next step boundary, where all ranks agree to stop. While there is no reader (during imports, or
 in a script that does not use these checkpoints), a signal has its usual effect. A handler that the script sets later
@@ -19,6 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _SUPERVISED_SIGNALS = (*SIGNALS, signal.SIGINT)
 
 _requested = False
+_num_saves = 0
 _num_readers = 0
 _report: Callable[[], None] | None = None
 _owner: int | None = None
@@ -59,6 +60,9 @@ def install(report: Callable[[], None] | None = None) -> None:
     for number in _numbers:
         with contextlib.suppress(OSError):
             signal.signal(number, _on_signal)
+    # What the script does with it already stays.
+    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, _on_save)
 
 
 def _stay_in_front() -> None:
@@ -96,6 +100,16 @@ def requested() -> bool:
     """Return whether a signal was received."""
     _stay_in_front()
     return _requested
+
+
+def num_saves() -> int:
+    """Return how often a checkpoint was asked for by SIGUSR2."""
+    return _num_saves
+
+
+def _on_save(number: int, _: object) -> None:
+    global _num_saves
+    _num_saves += 1
 
 
 def _note() -> bool:
