@@ -22,6 +22,7 @@ from checkpointing.agent.events import (
     StepsRepeated,
     TrainingStarted,
 )
+from checkpointing.host import process_title
 from checkpointing.host.heartbeat import ControlPage, Heartbeat, Phase, machine_clock
 
 # Metrics that a loop measures at every step are reported this often.
@@ -121,6 +122,7 @@ class HeartbeatWriter:
         self._num_beats += 1
         beat = Heartbeat(phase, step, machine_clock(), self.start_step, self._start_time, step_s, self._num_beats)
         self._page.write(self._slot, beat)
+        process_title.show_step(step)
 
     def set_start(self, step: int) -> None:
         """Set the step from which training starts now; the next heartbeat carries it."""

@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
 from checkpointing.host.limits import explained
+from checkpointing.host.process_title import name_this_process
 from runner.launcher.rendezvous import BACKEND, EXIT_LIMITED
 from runner.system import processes
 
@@ -177,6 +178,7 @@ def _start_fork_server() -> int:
 def _serve_forks(listener: int, alive: int, warm: int) -> NoReturn:
     code = 1
     try:
+        name_this_process("fork server")
         processes.set_name(processes.FORK_SERVER_NAME)
         # Close everything else, above all the control socket: it must close when the launcher dies, which is how the
         # supervisor notices.
@@ -199,6 +201,16 @@ def _serve_forks(listener: int, alive: int, warm: int) -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _fork_server_has_died() -> bool:
+    """Return whether the fork server has died, and the ranks with it; `multiprocessing` starts another one."""
+    pid = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+    try:
+        # `multiprocessing` waits for it itself.
+        return pid is not None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 def _take_less_time() -> None:
@@ -303,7 +315,7 @@ def _launch(request: Message) -> Message:
             {"rank": rank, "exit_code": failure.exitcode, "error_file": failure.error_file}
             for rank, failure in error.failures.items()
         ]
-        return {"finished": False, "failures": failures}
+        return {"finished": False, "failures": failures, "fork_server_lost": _fork_server_has_died()}
     except SignalException as error:
         # The supervisor ends this process by closing the control socket, so the signal has another origin.
         return {"finished": False, "failures": [], "error": f"launcher received {signal.Signals(error.sigval).name}"}

@@ -107,6 +107,15 @@ class GracefulStop:
         return self.is_training or (self._job.program is not None and bool(self._ranks.pidfds))
 
 
+def _lost_launcher(launcher_result: Message, rank_ends: Sequence[RankEnd]) -> str:
+    """Return which process that starts ranks has died; empty if none has."""
+    if launcher_result.get("launcher_lost"):
+        return "the launcher died"
+    # The kernel kills the ranks with it.
+    is_cause = launcher_result.get("fork_server_lost") and not any(end.error for end in rank_ends)
+    return "the launcher's fork server died, and all ranks with it" if is_cause else ""
+
+
 def storage_failed(failed_saves: tuple[int, str], limit: int | None) -> bool:
     """Return whether so many saves in a row failed that training should end."""
     return limit is not None and failed_saves[0] >= limit
@@ -153,8 +162,8 @@ def failure_of(
     if finished and (stopping or asked) and (total_steps is None or step < total_steps):
         # By a handler or a callback of its own; where it is not known that this was its last step, a start finds out.
         return Failure(FailureKind.PREEMPTED, "the script has ended before its last step, after a stop request")
-    if launcher_result.get("launcher_lost"):
-        return Failure(FailureKind.LAUNCHER_LOST, "the launcher died")
+    if lost := _lost_launcher(launcher_result, rank_ends):
+        return Failure(FailureKind.LAUNCHER_LOST, lost)
     if total_steps is not None and step >= total_steps:
         # No step is left whose micro-batches could be smaller.
         idle = {end.rank for end in rank_ends}

@@ -22,6 +22,7 @@ from typing import Any
 from checkpointing.errors import EXIT_PREEMPTED, CheckpointError
 from checkpointing.host.environment import SETTINGS_ENV, RankSettings
 from checkpointing.host.own_files import open_own
+from checkpointing.host.process_title import name_this_process
 from checkpointing.manager import rank_signals
 from runner.errors import RunnerError
 from runner.program.program import Program
@@ -79,6 +80,9 @@ def run_rank(spec: dict[str, Any]) -> None:
     processes.be_traceable()
     sender = EventSender(spec["events"], RankSettings.from_json(spec["env"][SETTINGS_ENV]).attempt)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    # Without the arguments, which may be secrets: other users see it.
+    command = Program.from_json(spec["program"]).label if spec["program"] is not None else "runner start"
+    name_this_process(f"rank {rank} of {os.environ['WORLD_SIZE']}", command, lambda: processes.set_name(f"rank {rank}"))
     processes.set_name(f"rank {rank}")
     # A stop signal may reach only one of the ranks, at any time.
     rank_signals.install(lambda: sender.send_surely("stop_signal", rank=rank))

@@ -29,6 +29,8 @@ from integration.support import (
     wait_until,
 )
 
+from runner.system.processes import is_fork_server
+
 END = 40
 EVALUATING = "eval_strategy='steps', eval_steps=15, per_device_eval_batch_size=2"
 
@@ -334,6 +336,21 @@ def test_a_stopped_agent_or_launcher_costs_an_attempt(name: str, tmp_path: Path)
         ended = run.events("attempt_ended")[0]
         assert ended["cause"].startswith("the checkpoint agent was stopped (SIGSTOP to pid ")
         assert ended["failed_at"] - stopped_at < 8
+
+
+def test_a_fork_server_that_dies_is_named_and_not_one_of_the_ranks(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", script=troubled(tmp_path, crawl=20)).start()
+    wait_for_commit(run, 5)
+    launcher = psutil.Process(run.launcher_pid())
+    (server,) = [child for child in launcher.children() if is_fork_server(child)]
+    # It and the ranks are told apart by people, too.
+    titles = [process.cmdline()[0] for process in (server, psutil.Process(run.rank_pid(1)))]
+    assert titles[0] == "resilient: fork server" and titles[1].startswith("resilient: rank 1 of 2, step "), titles
+    server.kill()
+    assert run.finish() == 0, run.output
+    first, *_ = run.events("attempt_ended")
+    assert first["cause"] == "the launcher's fork server died, and all ranks with it"
+    assert not run.leftovers()
 
 
 @pytest.mark.soak

@@ -123,6 +123,7 @@ FAILED: dict[str, Any] = {"finished": False, "failures": []}
 VERDICT = Failure(FailureKind.HUNG, "rank 1 hung")
 OWN = RankEnd(0, 0, 1, "ValueError: bad sample", "f.py:3")
 PREEMPTED = RankEnd(0, 0, 75)
+KILLED = RankEnd(1, 0, -9)
 
 
 def ended(*arguments: Any, **known: Any) -> Callable[[], Failure]:
@@ -166,6 +167,8 @@ def ended(*arguments: Any, **known: Any) -> Callable[[], Failure]:
         # Early stopping, in a run of several nodes.
         (ended(FINISHED, stop_known=True, step=23, total_steps=40), FailureKind.FINISHED, "all ranks finished"),
         (ended({**FAILED, "launcher_lost": True}, [OWN]), FailureKind.LAUNCHER_LOST, "the launcher died"),
+        (ended({**FAILED, "fork_server_lost": True}, [KILLED]), FailureKind.LAUNCHER_LOST, "fork server died"),
+        (ended({**FAILED, "fork_server_lost": True}, [OWN], step=5), FailureKind.CRASHED, "bad sample"),
         (ended(FAILED), FailureKind.LAUNCHER_LOST, "without a report"),
         (
             ended({**FAILED, "error": "OSError: port taken"}),

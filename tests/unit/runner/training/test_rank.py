@@ -70,7 +70,8 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    os.environ.update({"RANK": "1", "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": "/errors"})
+    monkeypatch.setattr(module, "name_this_process", lambda *_: None)
+    os.environ.update({"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": "/errors"})
     yield made
     made._receiver.close()
 
