@@ -173,8 +173,13 @@ class OutputRelay:
     in their logs only.
     """
 
-    def __init__(self, write: Callable[[int, bytes], None]) -> None:
-        """Start the thread; `write` is called with 1 (standard output) or 2, and what a rank has written there."""
+    def __init__(self, write: Callable[[int, bytes, object], None]) -> None:
+        """Start the thread.
+
+        Args:
+            write: Is called with 1 (standard output) or 2, what a rank has written there, and what tells this rank's
+                stream from others.
+        """
         self._write = write
         self._lock = threading.Lock()
         # File descriptors of the logs, and the stream that each goes to.
@@ -204,7 +209,7 @@ class OutputRelay:
             for fd, stream in logs:
                 with contextlib.suppress(OSError):
                     while data := os.read(fd, _CHUNK_BYTES):
-                        self._write(stream, data)
+                        self._write(stream, data, fd)
                         while any(queue.nbytes for queue in _queues):
                             for queue in _queues:
                                 queue.drain(_INTERVAL_S)

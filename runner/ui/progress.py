@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from dataclasses import dataclass
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -13,9 +15,12 @@ from rich.text import Text
 
 from checkpointing.agent.events import Transfer
 from runner.system.text import visible
+from runner.ui.shared_lines import SharedLines
 
 _PLAIN_INTERVAL_S = 5.0
 _BAR_CELLS = 24
+# A script that has printed nothing for so many seconds says nothing of its progress.
+_SPEAKS_S = 15.0
 
 
 @dataclass
@@ -60,8 +65,10 @@ class ProgressDisplay:
         self._began = time.monotonic()
         # Ranks' output arrives in another thread.
         self._lock = threading.Lock()
-        # The stream whose last line is unfinished: 1 or 2; 0 for none.
-        self._mid_line = 0
+        # By terminal or file, where standard output (1) and standard error (2) lead.
+        self._lines: dict[object, SharedLines] = {}
+        # When a rank printed something; what a script shows itself is not repeated.
+        self._heard_at = -_SPEAKS_S
         if self._console.is_terminal and live:
             self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
@@ -72,20 +79,39 @@ class ProgressDisplay:
 
     def message(self, text: str) -> None:
         """Print a line."""
+        line = f"[{time.monotonic() - self._began:7.1f}s] {visible(text)}"
         with self._lock:
-            if self._mid_line and not self._console.quiet and (self._mid_line == 1 or self._console.is_terminal):
-                # A rank's progress bar is on the line.
-                self._console.file.write("\n")
-                self._mid_line = 0
-            self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {visible(text)}", markup=False)
+            if self._live is not None:
+                self._console.print(line, markup=False)
+            elif not self._console.quiet:
+                self._lines_of(sys.stdout).put("runner", f"{line}\n".encode(sys.stdout.encoding, "replace"))
 
-    def pass_on(self, stream: int, data: bytes) -> None:
-        """Print unchanged what a rank has written to standard output (1) or standard error (2)."""
-        target = sys.stdout if stream == 1 else sys.stderr
+    def pass_on(self, stream: int, data: bytes, source: object = None) -> None:
+        """Print unchanged what a rank has written to standard output (1) or standard error (2).
+
+        Args:
+            stream: 1 or 2.
+            data: What it has written.
+            source: Tells what writes lines of its own there from others.
+        """
         with self._lock:
-            target.buffer.write(data)
-            target.buffer.flush()
-            self._mid_line = 0 if data.endswith(b"\n") else stream
+            self._heard_at = time.monotonic()
+            self._lines_of(sys.stdout if stream == 1 else sys.stderr).put(source, data)
+
+    def _lines_of(self, target: TextIO) -> SharedLines:
+        try:
+            status = os.fstat(target.fileno())
+            where: object = (status.st_dev, status.st_ino)
+        except (OSError, ValueError):
+            where = id(target)
+        if where not in self._lines:
+
+            def write(data: bytes) -> None:
+                target.buffer.write(data)
+                target.buffer.flush()
+
+            self._lines[where] = SharedLines(write, is_terminal=target.isatty())
+        return self._lines[where]
 
     def refresh(self) -> None:
         """Show the state if it has changed."""
@@ -95,13 +121,17 @@ class ProgressDisplay:
             if line != self._shown:
                 self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
                 self._shown = line
-        elif line != self._shown and self.state.step > 0 and now - self._shown_at >= _PLAIN_INTERVAL_S:
+        elif line and line != self._shown and self.state.step > 0 and now - self._shown_at >= _PLAIN_INTERVAL_S:
             self.message(line)
             self._shown, self._shown_at = line, now
 
     def line(self) -> str:
-        """Return the state as one line."""
+        """Return the state as one line, without what a script shows itself."""
         state = self.state
+        if self._live is None and time.monotonic() - self._heard_at < _SPEAKS_S:
+            if state.committed_step is None:
+                return ""
+            return " · ".join(filter(None, [f"committed {state.committed_step}", state.transfer]))
         parts = [state.activity]
         if state.total_steps:
             filled = min(state.step * _BAR_CELLS // state.total_steps, _BAR_CELLS)

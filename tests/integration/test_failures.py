@@ -343,7 +343,7 @@ def test_a_fork_server_that_dies_is_named_and_not_one_of_the_ranks(tmp_path: Pat
     wait_for_commit(run, 5)
     launcher = psutil.Process(run.launcher_pid())
     (server,) = [child for child in launcher.children() if is_fork_server(child)]
-    # It and the ranks are told apart by people, too.
+    # It and the ranks are distinct for people, too.
     titles = [process.cmdline()[0] for process in (server, psutil.Process(run.rank_pid(1)))]
     assert titles[0] == "resilient: fork server" and titles[1].startswith("resilient: rank 1 of 2, step "), titles
     server.kill()

@@ -107,7 +107,7 @@ def test_a_terminal_whose_session_hangs_delays_nothing(tmp_path: Path, monkeypat
         began = time.monotonic()
         written = 0
 
-        def write(_: int, data: bytes) -> None:
+        def write(_: int, data: bytes, source: object) -> None:
             nonlocal written
             sys.stdout.buffer.write(data)
             sys.stdout.flush()
@@ -141,7 +141,7 @@ def test_output_is_copied_byte_for_byte_also_what_comes_last(tmp_path: Path) -> 
     written: dict[int, bytes] = {1: b"", 2: b""}
     seen = threading.Event()
 
-    def write(stream: int, data: bytes) -> None:
+    def write(stream: int, data: bytes, source: object) -> None:
         written[stream] += data
         seen.set()
 
@@ -163,7 +163,7 @@ def test_a_terminal_that_takes_nothing_delays_the_end_by_its_patience_only(
     monkeypatch.setattr("runner.ranks.output._PATIENCE_S", 0.05)
     released = threading.Event()
 
-    def write(stream: int, data: bytes) -> None:
+    def write(stream: int, data: bytes, source: object) -> None:
         released.wait(5.0)
 
     relay = OutputRelay(write)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +115,33 @@ def test_a_quiet_console_shows_what_ranks_print(output: Terminal, monkeypatch: p
     display.pass_on(1, b"of a rank")
     display.message("text")
     assert output.text == "of a rank"
+
+
+def test_what_a_script_shows_itself_is_not_repeated(
+    output: Terminal, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display = shown(output, monkeypatch, live=False)
+    display.state = ProgressState(1, 30, 120, 2.5, committed_step=None, activity="step 30")
+    display.pass_on(1, b" 25%|##", "rank 0")
+    display.refresh()
+    display.state.committed_step = 20
+    clock.now += 6
+    display.refresh()
+    assert output.text == " 25%|##\n[    6.0s] committed 20\n"
+    # It has become silent.
+    clock.now += 20
+    display.refresh()
+    assert "step 30/120 · loss 2.5000 · committed 20" in output.text
+
+
+def test_both_streams_of_one_file_share_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "log").open("a") as one, (tmp_path / "log").open("a") as other:
+        monkeypatch.setattr(sys, "stdout", one)
+        monkeypatch.setattr(sys, "stderr", other)
+        display = ProgressDisplay(live=False)
+        display.pass_on(2, b" 25%|##", "rank 0")
+        display.message("text")
+        assert (tmp_path / "log").read_text().splitlines()[0] == " 25%|##"
 
 
 def test_a_terminal_has_a_live_line_with_a_bar(monkeypatch: pytest.MonkeyPatch, output: Terminal) -> None:
