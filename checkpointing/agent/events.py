@@ -179,6 +179,23 @@ class Log(MeasuredEvent, name="log"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BegunWithWeights(Event, name="begun_with_weights"):
+    """Training begins with the weights of another run, or of any model, and with nothing else of it.
+
+    Attributes:
+        folder: Where they are.
+        loaded: Number of tensors.
+        missing: Number of the model's tensors that were not there.
+        unused: Number of those there that the model does not have.
+    """
+
+    folder: str
+    loaded: int
+    missing: int = 0
+    unused: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlowRanks(Event, name="slow_ranks"):
     """Other ranks than before are slower than the rest, by what they do by themselves in 50 steps.
 

@@ -22,6 +22,8 @@ LOCATION_ENV = "CHECKPOINT_LOCATION"
 LOCAL_TIER_ENV = "CHECKPOINT_LOCAL_TIER"
 RESUME_ENV = "CHECKPOINT_RESUME"
 RESUME_FROM_ENV = "CHECKPOINT_RESUME_FROM"
+# Set by `runner start --init-from`, or by the user.
+INIT_FROM_ENV = "CHECKPOINT_INIT_FROM"
 ALLOW_CHANGES_ENV = "CHECKPOINT_ALLOW_CHANGES"
 # Set by `runner rehearse` only: the steps, the steps between two saves, and a folder for outputs, as 12:4:/tmp/x.
 REHEARSAL_ENV = "CHECKPOINT_REHEARSAL"
@@ -141,6 +143,11 @@ def rank_settings(environment: Mapping[str, str] = os.environ) -> RankSettings:
         resume_from=settings.resume_from or environment.get(RESUME_FROM_ENV, ""),
         allow_changes=settings.allow_changes or environment.get(ALLOW_CHANGES_ENV) == "1",
     )
+
+
+def initial_folder(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the folder with whose weights a new run begins; empty for none."""
+    return environment.get(INIT_FROM_ENV, "")
 
 
 def read_patience_s(environment: Mapping[str, str] = os.environ) -> float:

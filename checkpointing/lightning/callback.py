@@ -144,6 +144,8 @@ class ResilientCheckpoint(Checkpoint):
             # Callbacks that rebuild the optimizer's parameter groups go by their own state, in their `on_fit_start`.
             manager.restoring.restore_states(point, {"lightning"})
             replace_restoring(trainer, functools.partial(self._restore_training, point))
+        else:
+            manager.restoring.load_initial_weights()
         self._loaders = FollowedLoaders(trainer, manager, manager.positions_in(point) if point is not None else [])
         self._due, self._metrics = None, {}
         self._handlers = {number: signal.getsignal(number) for number in rank_signals.SIGNALS}

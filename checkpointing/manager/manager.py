@@ -291,6 +291,8 @@ class CheckpointManager:
         point = self.restoring.choose() or self.restoring.starting_point()
         if point is not None:
             self.restoring.restore(point)
+        else:
+            self.restoring.load_initial_weights()
         step = point.step if point is not None else 0
         self.begin(step, total_steps)
         self.proving.look_at_start()

@@ -14,6 +14,7 @@ import torch
 from checkpointing.agent.client import AgentClient
 from checkpointing.agent.events import (
     BatchShape,
+    BegunWithWeights,
     Evaluated,
     Event,
     Log,
@@ -24,6 +25,7 @@ from checkpointing.agent.events import (
 )
 from checkpointing.host import process_title
 from checkpointing.host.heartbeat import ControlPage, Heartbeat, Phase, machine_clock
+from checkpointing.resume.initial_weights import InitialWeights
 
 # Metrics that a loop measures at every step are reported this often.
 _REPORT_EVERY_S = 1.0
@@ -54,6 +56,13 @@ class Reporter:
     def steps_repeated(self, event: StepsRepeated) -> None:
         """Report how what was recomputed compares."""
         self._send(event)
+
+    def begun_with_weights(self, found: InitialWeights) -> None:
+        """Report with which weights training begins."""
+        if self._is_first:
+            print(f"checkpointing: begun with {found.describe()}", file=sys.stderr, flush=True)
+        num = {"loaded": found.loaded, "missing": len(found.missing), "unused": len(found.unused)}
+        self._send(BegunWithWeights(folder=found.folder, **num))
 
     def slow_ranks(self, event: SlowRanks) -> None:
         """Report which ranks compute more slowly than the others."""

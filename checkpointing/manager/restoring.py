@@ -12,6 +12,7 @@ from checkpointing.commit.export import export_checkpoint
 from checkpointing.commit.retention import Retention
 from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
+from checkpointing.host.environment import initial_folder
 from checkpointing.host.heartbeat import Phase
 from checkpointing.manager.data_positions import DataPositions
 from checkpointing.manager.node_services import NodeServices
@@ -20,6 +21,7 @@ from checkpointing.manager.proving import Proving
 from checkpointing.manager.script_state import ScriptState
 from checkpointing.manager.tracked import Tracked
 from checkpointing.process.ranks import Ranks
+from checkpointing.resume.initial_weights import load_initial_weights
 from checkpointing.resume.restorer import check_nothing_in_the_way, restore_generators
 
 
@@ -103,6 +105,21 @@ class Restoring:
         if folder is None:
             return None
         return self._node.restorer.starting_point(folder, private=not self._tracked.is_on_device)
+
+    def load_initial_weights(self) -> None:
+        """Load the weights that `--init-from` (CHECKPOINT_INIT_FROM) names, where there is nothing to resume from.
+
+        They are for the run's first training.
+
+        Raises:
+            CheckpointError: They are damaged, or of another model.
+        """
+        folder = initial_folder()
+        if not folder or self._node.connection.stage.number > 1:
+            return
+        if self._tracked.state.model is None:
+            raise CheckpointError(f"--init-from {folder}: there is no model yet into which its weights could be loaded")
+        self._node.reporter.begun_with_weights(load_initial_weights(self._tracked.state.model, folder))
 
     def check_way(self, start_step: int) -> None:
         """Check that nothing is where the checkpoints after `start_step` will be written; raises CheckpointError."""

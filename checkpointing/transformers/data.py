@@ -194,14 +194,14 @@ class TrainingData:
 
     def weighed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Iterate over the batches of a step; what only fills up this rank's share of it has no labels."""
-        cursor, batches = self.cursor, self._timed(batches)
+        cursor = self.cursor
         if not self._uneven_samples or cursor is None:
             return batches
         # No `yield from`: its end would be that of the epoch's iterator.
         numbered = enumerate(batches, cursor.consumed)
         return (_without_labels(batch) if cursor.is_filler(number) else batch for number, batch in numbered)
 
-    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Note each draw: the Trainer counts the items of all ranks next, and waits for the slowest of them."""
         for batch in batches:
             self._manager.batch_drawn()

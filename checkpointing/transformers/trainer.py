@@ -95,6 +95,8 @@ class ResilientMixin(ExactMixin, SavingMixin):
         session.job = job_of(type(self), self.train_dataset)
         restoring = self._manager.restoring
         session.start = start = choose_start(restoring, self.args, resume_from_checkpoint, rank_settings().lineage)
+        if start.point is None and not start.folder:
+            restoring.load_initial_weights()
         self._begin_exact(session, start)
         self._fit_job(start)
         # An attempt that begins from the beginning repeats what an earlier one of this run has logged.
@@ -257,7 +259,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         self._begin_resumed()
         data = self._session.data
         with data.drawing():
-            batches, count = super().get_batch_samples(data.weighed(epoch_iterator), *args, **kwargs)
+            batches, count = super().get_batch_samples(data.timed(data.weighed(epoch_iterator)), *args, **kwargs)
         data.consume(len(batches))
         return batches, count
 

@@ -13,7 +13,7 @@ from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.host.limits import explained
 from checkpointing.storage.object_store import StorageTimeout
 from runner import __version__
-from runner.cli import chaos, checkpoints, forecast, inspect, logs, rehearse, requests, start
+from runner.cli import ask, chaos, checkpoints, forecast, inspect, logs, rehearse, start
 from runner.errors import ExitCode, RunnerError, unusable, with_path
 from runner.system.text import visible
 
@@ -48,8 +48,8 @@ _COMMANDS = [
     inspect.status,
     inspect.report,
     logs.logs,
-    requests.save,
-    requests.stop,
+    ask.save,
+    ask.stop,
     forecast.doctor,
     forecast.plan,
     forecast.simulate,

@@ -55,6 +55,11 @@ def init(path: Path, force: bool) -> None:
     help="Checkpoint of another run, or of a stock Trainer, to start from while this run has no checkpoint.",
 )
 @click.option(
+    "--init-from",
+    metavar="PATH",
+    help="Folder of a model or a checkpoint with whose weights, and nothing else, a new run begins.",
+)
+@click.option(
     "--allow-changes",
     is_flag=True,
     help="Resume from the checkpoints of a job that differs from this one, for example by an edited script.",
@@ -93,6 +98,7 @@ def start(
     resume: str,
     overwrite: bool,
     resume_from: str | None,
+    init_from: str | None,
     allow_changes: bool,
     resilient: str | None,
     max_restarts: int | None,
@@ -109,6 +115,7 @@ def start(
     taken over. Hugging Face and Lightning trainers become resumable by themselves (--resilient); your own loop saves
     through checkpointing.CheckpointManager.
     """
+    from checkpointing.host.environment import INIT_FROM_ENV
     from checkpointing.host.limits import raise_open_files
     from runner.system.event_loop import StopRequest
 
@@ -123,7 +130,7 @@ def start(
     from runner.boot import FOLLOWS_ENV, Boot
     from runner.config.checks import check_has_rank
     from runner.journal.attempts import Job
-    from runner.session.preflight import starting_point
+    from runner.session.preflight import initial_folder, starting_point
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
     if resilient is not None:
@@ -141,6 +148,10 @@ def start(
     step = resume_step(resume)
     if overwrite and step != "never":
         raise UsageError("--overwrite needs --resume never")
+    if init_from is not None:
+        if resume_from is not None:
+            raise UsageError("--init-from and --resume-from exclude each other: weights alone, or all of a checkpoint")
+        os.environ[INIT_FROM_ENV] = initial_folder(init_from)
     start_from = starting_point(resume_from) if resume_from is not None else ""
     job = Job(program, program is not None or debug, start_from, allow_changes)
     sys.exit(int(Boot(config, job, stop, step=step, overwrite=overwrite, follows=follows).run()))

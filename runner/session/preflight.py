@@ -210,6 +210,20 @@ def starting_point(path: str) -> str:
     return str(folder.absolute())
 
 
+def initial_folder(path: str) -> str:
+    """Check the folder of `--init-from`; returns its absolute path.
+
+    Raises:
+        UsageError: It does not exist, or holds no weights.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UsageError(f"--init-from {path!r}: no such folder; give the folder of a model or a checkpoint")
+    if not any((folder / name).is_file() for name in _WEIGHTS):
+        raise UsageError(f"--init-from {path!r}: it holds none of {', '.join(_WEIGHTS)}")
+    return str(folder.absolute())
+
+
 def was_in_use(config: Config, directory: RunDirectory) -> bool:
     """Return whether the last start in this folder used the same storage, which then is no mistake."""
     try:

@@ -342,3 +342,13 @@ def test_a_batch_without_labels_counts_for_nothing() -> None:
     assert _without_labels(shifted)["shift_labels"].tolist() == [[-100] * 2]
     with pytest.raises(KeyError, match="needs labels, and has input_ids"):
         _without_labels({"input_ids": torch.ones(1)})
+
+
+def test_each_draw_is_noted_when_the_batch_is_there() -> None:
+    data, noted = training_data(), list[int]()
+    seen: list[int] = []
+    manager: Any = SimpleNamespace(batch_drawn=lambda: noted.append(len(seen)))
+    data._manager = manager
+    for batch in data.timed(iter([1, 2])):
+        seen.append(batch)
+        assert noted == list(range(len(seen)))

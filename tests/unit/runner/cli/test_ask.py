@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 from helpers.journals import event
 
-from runner.cli import requests
-from runner.cli.requests import save, stop
+from runner.cli import ask
+from runner.cli.ask import save, stop
 from runner.errors import UsageError
 from runner.journal.journal import Journal
 
@@ -106,7 +106,7 @@ def test_a_runner_that_was_killed_is_asked_for_nothing(tmp_path: Path, monkeypat
 
 
 def test_a_request_that_nobody_takes_is_withdrawn(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(ask, "_PATIENCE_S", 0.2)
     assert "no runner has taken the request" in refused(stop, str(runner.folder))
     assert not list(runner.requests.iterdir())
 
