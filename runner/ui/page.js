@@ -60,6 +60,7 @@ document.addEventListener("pointerdown", point);
 addEventListener("beforeprint", () => { for (const one of document.querySelectorAll("details")) one.open = true; });
 
 // -- a page that is served
+let silentSince = null;
 async function refresh() {
   const note = document.querySelector(".live");
   try {
@@ -75,9 +76,11 @@ async function refresh() {
     document.querySelectorAll(".wide").forEach((one, index) => { one.scrollLeft = scrolled[index] ?? 0; });
     note.textContent = `live, read at ${new Date().toLocaleTimeString()}`;
     note.classList.remove("bad");
+    silentSince = null;
     root.dataset.live = fresh.documentElement.dataset.live;
   } catch (error) {
-    note.textContent = `not up to date: no answer from runner report --serve since ${new Date().toLocaleTimeString()}`;
+    silentSince ??= new Date().toLocaleTimeString();
+    note.textContent = `not up to date: no answer from runner report --serve since ${silentSince}`;
     note.classList.add("bad");
     await new Promise((resume) => setTimeout(resume, 5000));
     return refresh();
