@@ -35,7 +35,7 @@ MARKS = {
     "quarantined": ("■", "#cc79a7"),
     "failure": ("✖", "#d55e00"),
 }
-# Rows and marks of the time line, the newest ones: more cannot be told apart.
+# Rows and marks of the time line, the newest ones: more would overlap.
 MAX_ROWS = 100
 _MAX_MARKS = 300
 # Milliseconds; shorter waits are drawn as this on a logarithmic axis.

@@ -42,7 +42,7 @@ def test_a_crowd_is_shown_out_and_the_next_one_answered() -> None:
     with serving("127.0.0.1") as port:
         with contextlib.ExitStack() as held:
             crowd = [held.enter_context(socket.create_connection(("127.0.0.1", port), 30)) for _ in range(17)]
-            # Sixteen are waited for; the last one is closed without a word.
+            # Sixteen are waited for; the last one is closed.
             assert crowd[-1].recv(1) == b""
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/y", timeout=30) as found:
             assert found.read() == b"/y"
