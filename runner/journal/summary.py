@@ -184,6 +184,8 @@ def summarise(entries: Sequence[Entry], now: float | None = None) -> RunSummary:
         _fold(run, entry)
     ledger = account(entries, now, run.attempts)
     run.time_by_cause, run.goodput = ledger.seconds, round(ledger.goodput, 5)
+    # Each tier has its own commit of a step.
+    run.committed = list(dict.fromkeys(run.committed))
     run.heard_at = entries[-1].time if entries else None
     run.restarts_left, run.step_s, run.best = _restarts_left(entries), _step_s(entries), best_step(entries)
     run.node_changes = node_changes(run.attempts)
@@ -279,11 +281,11 @@ def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of eve
         case Progress(step=step):
             run.step = step
         case ProgramSaved(step=step):
-            run.unsaved, run.program_saves = None, [*run.program_saves, step]
+            run.unsaved = None
+            run.program_saves.append(step)
         case Committed(step=step, tier=tier) as committed:
             run.step = max(run.step, committed.step_of_run)
-            if step not in run.committed:
-                run.committed.append(step)
+            run.committed.append(step)
             if step >= run.newest_by_tier.get(tier, -1):
                 run.newest_by_tier[tier], run.newest_at_by_tier[tier] = step, entry.time
         case CommitFailedEvent(error=error):
