@@ -8,7 +8,7 @@ from typing import Any
 from runner import __version__
 from runner.journal.ledger import CAUSES
 from runner.system.text import shortened
-from runner.ui import charts, page
+from runner.ui import charts, web_page
 from runner.ui.drawing import LineChart, RowChart
 from runner.ui.status import GONE, state_of
 from runner.ui.timeline import Timeline, goodput_of
@@ -29,7 +29,7 @@ def render_page(timeline: Timeline, location: str, *, gone: bool = False, live_s
         live_s: Seconds after which the page asks its server for newer figures; None for a file.
     """
     run = timeline.run
-    return page.render(
+    return web_page.render(
         "report.html",
         live_s,
         timeline=timeline,

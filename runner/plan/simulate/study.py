@@ -193,7 +193,7 @@ def render(study: Study, target: float | None) -> RenderableType:
 
 def to_page(study: Study) -> str:
     """Return an HTML page that plots goodput over the first name that varies, with a line per other combination."""
-    from runner.ui import page
+    from runner.ui import web_page
     from runner.ui.drawing import Line, LineChart
 
     names = list(study.variations[0])
@@ -209,7 +209,7 @@ def to_page(study: Study) -> str:
         drawn.append(Line(label, colour, [("", percentages)], intervals=intervals))
     x_log = all(changes[names[0]] > 0 for changes in study.variations)
     chart = LineChart(drawn, names[0], "goodput, %", x_log=x_log)
-    return page.chart("Goodput of simulated runs, with the 95 % confidence interval of the mean", chart)
+    return web_page.chart("Goodput of simulated runs, with the 95 % confidence interval of the mean", chart)
 
 
 def _changed(scenario: Scenario, changes: dict[str, float], written: str) -> Scenario:

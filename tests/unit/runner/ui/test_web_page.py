@@ -7,13 +7,13 @@ import hashlib
 import html
 import re
 
-from runner.ui import page
+from runner.ui import web_page
 from runner.ui.drawing import Line, LineChart
 
 
 def a_page() -> str:
     chart = LineChart([Line("a", "red", [("", [(1.0, 2.0), (2.0, 3.0)])])], "x", "y")
-    return page.chart("title <b>", chart)
+    return web_page.chart("title <b>", chart)
 
 
 def policy_of(text: str) -> str:
@@ -31,7 +31,7 @@ def test_a_browser_runs_the_script_of_the_page_and_no_other() -> None:
 
 def test_only_a_page_that_is_served_asks_for_more() -> None:
     assert "connect-src" not in policy_of(a_page()) and '<html lang="en">' in a_page()
-    served = page.render("chart.html", 2.5, title="t", drawn="")
+    served = web_page.render("chart.html", 2.5, title="t", drawn="")
     assert "connect-src 'self'" in policy_of(served) and '<html lang="en" data-live="2.5">' in served
 
 
