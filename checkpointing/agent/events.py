@@ -219,7 +219,15 @@ class SlowRanks(Event, name="slow_ranks"):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(MeasuredEvent, name="evaluated"):
-    """Rank 0's measurements of an evaluation; its metrics begin with ``eval_``."""
+    """Rank 0's measurements of an evaluation; its metrics begin with ``eval_``.
+
+    Attributes:
+        best_by: Name of the metric by which the trainer chooses its best step; None for the loss.
+        higher_is_better: Whether it prefers high values of this metric; None for the loss.
+    """
+
+    best_by: str | None = None
+    higher_is_better: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

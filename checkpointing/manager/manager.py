@@ -494,15 +494,19 @@ class CheckpointManager:
             self.close()
             raise RehearsalOver
 
-    def report(self, step: int, values: Mapping[str, Any]) -> None:
+    def report(
+        self, step: int, values: Mapping[str, Any], *, best_by: str | None = None, higher_is_better: bool | None = None
+    ) -> None:
         """Report what was measured at a step to a supervisor, for status, report and metrics; rank 0's values count.
 
         Args:
             step: Number of the step.
             values: Values by name. `loss`, `learning_rate`, `grad_norm` and `tokens_per_s` are known, and names that
                 begin with `eval_` belong to an evaluation. Values that are not finite numbers are left out.
+            best_by: Name of the value of evaluations by which the best step is chosen (default: `eval_loss`).
+            higher_is_better: Whether high values of it are better (default: no).
         """
-        self._node.reporter.metrics(step, values)
+        self._node.reporter.metrics(step, values, best_by, higher_is_better)
 
     def batch_drawn(self) -> None:
         """Note that this rank has drawn a batch by itself; what follows may wait for other ranks."""

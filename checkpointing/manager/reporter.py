@@ -25,6 +25,7 @@ from checkpointing.agent.events import (
 )
 from checkpointing.host import process_title
 from checkpointing.host.heartbeat import ControlPage, Heartbeat, Phase, machine_clock
+from checkpointing.process.device import peak_memory_bytes
 from checkpointing.resume.initial_weights import InitialWeights
 
 # Metrics that a loop measures at every step are reported this often.
@@ -68,16 +69,20 @@ class Reporter:
         """Report which ranks compute more slowly than the others."""
         self._send(event)
 
-    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Report what was measured at a step; leaves out what is not a finite number."""
+    def metrics(
+        self, step: int, values: Mapping[str, Any], best_by: str | None = None, higher_is_better: bool | None = None
+    ) -> None:
+        """Report what was measured at a step; leaves out what is not a finite number. See `Evaluated` for the rest."""
         if not self._is_first:
             return
         numbers = {name: float(value) for name, value in values.items() if is_finite(value)}
         if "loss" in numbers:
             loss = numbers.pop("loss")
-            self._send(Log(step=step, loss=loss, metrics=numbers))
-        elif "eval_loss" in numbers:
-            self._send(Evaluated(step=step, metrics=numbers))
+            memory_gb = round(peak_memory_bytes() / 1e9, 3)
+            self._send(Log(step=step, loss=loss, metrics={"peak_memory_gb": memory_gb, **numbers}))
+        elif any(name.startswith("eval_") for name in numbers):
+            event = Evaluated(step=step, metrics=numbers, best_by=best_by, higher_is_better=higher_is_better)
+            self._send(event)
 
     def metrics_of_every_step(self, step: int, values: Mapping[str, Any] | None) -> None:
         """Report metrics once a second."""

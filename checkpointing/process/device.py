@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -329,10 +330,10 @@ def capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if kind() == "cuda" else None
 
 
-def peak_memory_bytes() -> int | None:
-    """Return the most memory that this process has used on its accelerator, in bytes; None without one."""
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has used so far, in bytes: on its accelerator, or else on its host."""
     if kind() is None:
-        return None
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     # `torch.accelerator` has this for all devices since torch 2.9.
     module = torch.accelerator if hasattr(torch.accelerator, "max_memory_allocated") else torch.get_device_module()
     return int(module.max_memory_allocated())

@@ -70,13 +70,18 @@ class StepCallback(TrainerCallback):
             control.should_save = True
 
     def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+        self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Report what was logged to a supervisor."""
         trainer = self._trainer
         if logs and trainer.is_in_train:
             speed = trainer._session.throughput.between_entries(logs)
-            trainer._manager.report(state.global_step, {**speed, **logs})
+            metric = args.metric_for_best_model
+            # The Trainer completes the name in the same way.
+            best_by = metric if metric is None or metric.startswith("eval_") else f"eval_{metric}"
+            trainer._manager.report(
+                state.global_step, {**speed, **logs}, best_by=best_by, higher_is_better=args.greater_is_better
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End training."""

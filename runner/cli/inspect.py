@@ -21,6 +21,9 @@ _WATCH_INTERVAL_S = 2.0
 # Time between two updates as a multiple of the time that an update takes.
 _WATCH_SHARE = 10
 _STATUS_PATIENCE_S = 5.0
+_NICENESS = 10
+# Kept of a run whose report is served: its curves have no more points.
+_MAX_LOGS = 20_000
 
 
 @click.command()
@@ -43,7 +46,7 @@ def config(trainer_options: bool, **run: Any) -> None:
 
 @click.command()
 @click.argument("location", required=False)
-@click.option("--watch", is_flag=True, help="Refresh the status until the run ends.")
+@click.option("--watch", is_flag=True, help="Refresh the status until the run ends; no terminal: a line per change.")
 @as_json_option
 def status(location: str | None, watch: bool, as_json: bool) -> None:
     """Show the status of a run.
@@ -57,7 +60,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
 
     from runner.journal.mirror import History
     from runner.journal.summary import summarise
-    from runner.ui.status import panel, runner_is_gone
+    from runner.ui.status import one_line, panel, runner_is_gone
 
     where = location if location is not None else newest_run()
     # A person prefers a quick answer to a complete one.
@@ -81,14 +84,20 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     if not watch:
         console.print(page())
         return
-    try:
-        with Live(page(), console=console, auto_refresh=False) as live:
-            while not run.state.is_over and not gone:
-                time.sleep(max(_WATCH_INTERVAL_S, _WATCH_SHARE * took_s))
-                run, gone, took_s = look()
+    live = Live(page(), console=console, auto_refresh=False) if console.is_terminal else None
+    shown = ""
+    # Ctrl-C ends the watching; the run goes on.
+    with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
+        while True:
+            if live is not None:
                 live.update(page(), refresh=True)
-    except KeyboardInterrupt:
-        return
+            elif (news := one_line(run, gone=gone)) != shown:
+                click.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {news}")
+                shown = news
+            if run.state.is_over or gone:
+                break
+            time.sleep(max(_WATCH_INTERVAL_S, _WATCH_SHARE * took_s))
+            run, gone, took_s = look()
 
 
 def newest_run() -> str:
@@ -137,20 +146,58 @@ def entries_at(location: str) -> list[Entry]:
     metavar="SHARE",
     help="Discount of a spot node, as a share of the price (default: cost.spot_discount).",
 )
+@click.option("--serve", is_flag=True, help="Serve the report as it is now, on the loopback device, until Ctrl-C.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of --serve (default: one that is free).")
 def report(
-    location: str | None, output: Path | None, price_per_hour: float | None, spot_discount: float | None
+    location: str | None,
+    output: Path | None,
+    price_per_hour: float | None,
+    spot_discount: float | None,
+    serve: bool,
+    port: int | None,
 ) -> None:
-    """Write an HTML report of a run.
+    """Write an HTML report of a run, or serve it while the run goes on.
 
-    The report shows the timeline, the loss, the time by cause, the checkpoints and the cost. It is a single file that
+    The report shows the timeline, the losses, the time by cause, the checkpoints and the cost. It is a single file that
     needs no network. LOCATION is the same as for `status`.
     """
     from runner.ui.report import render_page
     from runner.ui.timeline import build_timeline
 
+    if serve and output is not None:
+        raise UsageError("--serve writes no file; omit --output")
+    if port is not None and not serve:
+        raise UsageError("--port needs --serve")
     where = location if location is not None else newest_run()
+    if serve:
+        _serve(where, port or 0, price_per_hour, spot_discount)
+        return
     page = render_page(build_timeline(entries_at(where), time.time(), price_per_hour, spot_discount), where)
     is_run = "://" not in where and (Path(where) / "journal.jsonl").exists()
     output = output or (Path(where) if is_run else Path()) / "report.html"
     output.write_text(page, encoding="utf-8")
     click.echo(f"runner: {output.absolute()}")
+
+
+def _serve(where: str, port: int, price_per_hour: float | None, spot_discount: float | None) -> None:
+    from runner.journal.mirror import History
+    from runner.ui import live
+    from runner.ui.report import render_page
+    from runner.ui.status import runner_is_gone
+    from runner.ui.timeline import build_timeline
+
+    history = History(where, _STATUS_PATIENCE_S, _MAX_LOGS)
+    history.entries()  # What is no run is refused at once.
+
+    def render(fresh_s: float) -> str:
+        entries = history.entries()
+        timeline = build_timeline(entries, time.time(), price_per_hour, spot_discount)
+        unread = f" (out of date: {history.unread})" if history.unread else ""
+        return render_page(timeline, where + unread, gone=runner_is_gone(entries), live_s=fresh_s)
+
+    # The machine may be the run's: where processor or memory is short, the run goes first.
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(KeyboardInterrupt):
+        live.serve(port, render, lambda address: click.echo(f"runner: {address}  (Ctrl-C ends it)"))

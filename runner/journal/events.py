@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -344,7 +345,7 @@ class Malformed(Event):
     problem: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One line of a journal.
 
@@ -410,8 +411,11 @@ def _malformed(before: Entry | None, problem: str) -> Entry | None:
 def _with_metrics(known: type[Event], details: Mapping[str, Any]) -> dict[str, Any]:
     """Collect what is no field of the event in `metrics`."""
     own = {entry.name for entry in fields(known)} - {"metrics"}
+    # Every line has its own copies of the names otherwise.
     metrics = {
-        key: value for key, value in details.items() if key not in own and key not in _LINE_KEYS and _is_finite(value)
+        sys.intern(key): value
+        for key, value in details.items()
+        if key not in own and key not in _LINE_KEYS and _is_finite(value)
     }
     return {**{key: value for key, value in details.items() if key in own}, "metrics": metrics}
 

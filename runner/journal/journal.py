@@ -9,10 +9,11 @@ import json
 import os
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from checkpointing.agent.events import Event
+from checkpointing.agent.events import Event, Log
 from checkpointing.host.heartbeat import machine_clock
 from checkpointing.host.own_files import open_own
 from runner.journal.events import Entry, parse
@@ -20,6 +21,7 @@ from runner.system.text import all_visible
 
 JOURNAL_NAME = "journal.jsonl"
 _HEAD_BYTES = 256
+_PIECE_BYTES = 4 * 1024 * 1024
 # Reserved for the events with which a run ends.
 _RESERVE_BYTES = 32 * 1024
 _KEEP_SIZE = 1  # linux/falloc.h
@@ -131,10 +133,11 @@ def read_journal(path: Path) -> list[Entry]:
 
 
 class JournalReader:
-    """Reads a journal that grows, each part of it once."""
+    """Reads a journal that grows, each part of it once; see `EventStream` for `max_logs`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._stream = path, EventStream()
+    def __init__(self, path: Path, max_logs: int | None = None) -> None:
+        self._path, self._max_logs = path, max_logs
+        self._stream = EventStream(max_logs)
         # The first event has a time and an id, which tell this journal from another one in its place.
         self._head = b""
 
@@ -144,20 +147,31 @@ class JournalReader:
             with self._path.open("rb") as file:
                 head = file.read(_HEAD_BYTES)
                 if not head.startswith(self._head) or os.fstat(file.fileno()).st_size < self._stream.nbytes:
-                    self._stream = EventStream()
+                    self._stream = EventStream(self._max_logs)
                 self._head = head
                 file.seek(self._stream.nbytes)
-                return self._stream.take(file.read())
+                entries = self._stream.take(file.read(_PIECE_BYTES))
+                while piece := file.read(_PIECE_BYTES):
+                    entries = self._stream.take(piece)
+                return entries
         except FileNotFoundError:
-            self._stream = EventStream()
+            self._stream = EventStream(self._max_logs)
             return []
 
 
 class EventStream:
-    """Parses a journal whose bytes arrive in pieces; `nbytes` have arrived."""
+    """Parses a journal whose bytes arrive in pieces; `nbytes` have arrived.
 
-    def __init__(self) -> None:
+    Args:
+        max_logs: Log entries that are kept, for a reader that runs as long as the run; None for all. Of more than these
+            it keeps every k-th one, and the last one of each attempt.
+    """
+
+    def __init__(self, max_logs: int | None = None) -> None:
         self.nbytes, self._entries, self._line = 0, list[Entry](), b""
+        self._max_logs, self._num_logs, self._stride = max_logs, 0, 1
+        # With their numbers.
+        self._logs: list[tuple[int, Entry]] = []
 
     def take(self, piece: bytes) -> list[Entry]:
         """Parse the bytes after those before; return all whole events so far, oldest first."""
@@ -166,10 +180,36 @@ class EventStream:
         for line in lines:
             entry = parse(_decoded(line), self._last) if line.strip() else None
             if entry is not None:
-                self._entries.append(entry)
+                self._append(entry)
         last = _decoded(self._line)
         unfinished = parse(last, self._last) if last is not None else None
         return [*self._entries, *([unfinished] if unfinished is not None else [])]
+
+    def _append(self, entry: Entry) -> None:
+        if self._max_logs is not None and isinstance(entry.event, Log):
+            self._num_logs += 1
+            if self._logs and self._is_passed_over(*self._logs[-1], entry):
+                before = self._logs.pop()[1]
+                # One of the last few.
+                index = next(i for i in reversed(range(len(self._entries))) if self._entries[i] is before)
+                del self._entries[index]
+            self._logs.append((self._num_logs, entry))
+            if len(self._logs) > self._max_logs:
+                self._stride *= 2
+                dropped = {
+                    id(log)
+                    for (number, log), (_, after) in pairwise(self._logs)
+                    if self._is_passed_over(number, log, after)
+                }
+                self._logs = [(number, log) for number, log in self._logs if id(log) not in dropped]
+                self._entries = [one for one in self._entries if id(one) not in dropped]
+                # Were there more attempts than this, each line would have all of them looked through.
+                self._max_logs *= 2 if 4 * len(self._logs) > 3 * self._max_logs else 1
+        self._entries.append(entry)
+
+    def _is_passed_over(self, number: int, log: Entry, after: Entry) -> bool:
+        """Return whether a log entry is neither a k-th one nor the last of its attempt, as the one after it shows."""
+        return number % self._stride != 0 and log.attempt == after.attempt
 
     @property
     def _last(self) -> Entry | None:

@@ -102,18 +102,19 @@ class History:
         unread: Why the last result may be out of date; empty if it is not.
     """
 
-    def __init__(self, place: str, patience_s: float | None = None) -> None:
+    def __init__(self, place: str, patience_s: float | None = None, max_logs: int | None = None) -> None:
         """Prepare; nothing is read.
 
         Args:
             place: The run's folder, or the location of its checkpoints.
             patience_s: Seconds to wait for the copies of other sessions' journals if there are entries already; None
                 to wait for all of them.
+            max_logs: See `EventStream`; of each session.
         """
-        self.unread, self._patience_s = "", patience_s
+        self.unread, self._patience_s, self._max_logs = "", patience_s, max_logs
         self._place = place.removeprefix("file://") if place.startswith("file:///") else place
         self._directory = RunDirectory(self._place) if "://" not in place else None
-        self._journal = JournalReader(self._directory.journal) if self._directory is not None else None
+        self._journal = JournalReader(self._directory.journal, max_logs) if self._directory is not None else None
         self._own: list[Entry] = []
         # Storage with the copies. True: at the location of the run in this folder; False: at the place itself.
         self._storages: dict[bool, Storage] = {}
@@ -195,7 +196,7 @@ class History:
             chunks.setdefault(name.removeprefix(prefix).rsplit(".", 2)[0], {})[name] = size
         chunks.pop(own_id, None)
         return {
-            run_id: self._copies.setdefault(run_id, _Copy()).entries(sizes, storage.sidecars.read)
+            run_id: self._copies.setdefault(run_id, _Copy(self._max_logs)).entries(sizes, storage.sidecars.read)
             for run_id, sizes in chunks.items()
         }
 
@@ -203,8 +204,9 @@ class History:
 class _Copy:
     """The copy of one journal, as far as it was read."""
 
-    def __init__(self) -> None:
-        self._stream, self._sizes = EventStream(), dict[str, int]()
+    def __init__(self, max_logs: int | None) -> None:
+        self._max_logs = max_logs
+        self._stream, self._sizes = EventStream(max_logs), dict[str, int]()
 
     def entries(self, sizes: dict[str, int], read: Callable[[str], bytes]) -> list[Entry]:
         """Return all entries, reading what is new; `sizes` are bytes of the chunks, in the order in which they grow."""
@@ -212,7 +214,7 @@ class _Copy:
         in_order = [*sizes][: len(self._sizes)] == [*self._sizes] and sizes.get(last, 0) >= self._sizes.get(last, 0)
         if not in_order or any(sizes[name] != self._sizes[name] for name in settled):
             # A chunk has appeared late, or was rewritten.
-            self._stream, self._sizes = EventStream(), {}
+            self._stream, self._sizes = EventStream(self._max_logs), {}
         for name, size in sizes.items():
             done = self._sizes.get(name, 0)
             if size != done:

@@ -13,6 +13,7 @@ from checkpointing.agent.events import (
     CheckpointQuarantined,
     CommitFailedEvent,
     Committed,
+    Evaluated,
     Log,
     Pruned,
     PruneFailed,
@@ -84,6 +85,15 @@ class Stuck:
 _NOTHING_STUCK = Stuck([], 0, "")
 
 
+@dataclass(frozen=True)
+class BestStep:
+    """The step with the best evaluation: its value of the metric by which the trainer chooses, or else of the loss."""
+
+    step: int
+    metric: str
+    value: float
+
+
 @dataclass
 class RunSummary:
     """The fold of a journal. What is not known yet is empty or None.
@@ -92,6 +102,8 @@ class RunSummary:
         reason: Why the run ended.
         exit_code: The runner's exit code; None while it runs.
         step: Newest finished step.
+        eval_loss: Loss of the newest evaluation that has one.
+        best: The step with the best evaluation, of those that count.
         tokens_per_s: Of all ranks, by the newest log entry that has it.
         nodes: Node ranks of the nodes of the newest attempt; empty for a run of one node.
         max_nodes: Nodes that the run may have; 0 for a run of one node, and in old journals.
@@ -125,6 +137,8 @@ class RunSummary:
     step: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
+    eval_loss: float | None = None
+    best: BestStep | None = None
     tokens_per_s: float | None = None
     attempts: list[AttemptAccount] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
@@ -170,11 +184,39 @@ def summarise(entries: Sequence[Entry], now: float | None = None) -> RunSummary:
         _fold(run, entry)
     ledger = account(entries, now, run.attempts)
     run.time_by_cause, run.goodput = ledger.seconds, round(ledger.goodput, 5)
+    # Each tier has its own commit of a step.
+    run.committed = list(dict.fromkeys(run.committed))
     run.heard_at = entries[-1].time if entries else None
-    run.restarts_left, run.step_s = _restarts_left(entries), _step_s(entries)
+    run.restarts_left, run.step_s, run.best = _restarts_left(entries), _step_s(entries), best_step(entries)
     run.node_changes = node_changes(run.attempts)
     run.lost_steps = sum(attempt.lost_steps for attempt in run.attempts)
     return run
+
+
+def evaluations_of(entries: Sequence[Entry]) -> dict[int, dict[str, float]]:
+    """Return the metrics of the evaluations that count, by step; those of steps that are to be recomputed do not."""
+    found: dict[int, dict[str, float]] = {}
+    for entry in entries:
+        match entry.event:
+            case TrainingStarted() as started:
+                found = {step: metrics for step, metrics in found.items() if step <= started.step_of_run}
+            case Evaluated() as evaluated:
+                # Each of several data sets has an event of its own.
+                found.setdefault(evaluated.step_of_run, {}).update(evaluated.metrics)
+            case _:
+                pass
+    return found
+
+
+def best_step(entries: Sequence[Entry]) -> BestStep | None:
+    """Return the first step with the best evaluation, as the Trainer chooses it; None without one."""
+    last = next((entry.event for entry in reversed(entries) if isinstance(entry.event, Evaluated)), None)
+    if last is None:
+        return None
+    metric, sign = last.best_by or "eval_loss", -1 if last.best_by and last.higher_is_better else 1
+    values = {step: found[metric] for step, found in evaluations_of(entries).items() if metric in found}
+    step = min(values, key=lambda step: sign * values[step], default=None)
+    return BestStep(step, metric, values[step]) if step is not None else None
 
 
 def _restarts_left(entries: Sequence[Entry]) -> int | None:
@@ -234,14 +276,16 @@ def _fold(run: RunSummary, entry: Entry) -> None:  # noqa: C901 - A table of eve
             run.step, run.last_loss = max(run.step, log.step), log.loss
             run.first_loss = run.last_loss if run.first_loss is None else run.first_loss
             run.tokens_per_s = log.metric("tokens_per_s") or run.tokens_per_s
+        case Evaluated() as evaluated:
+            run.eval_loss = evaluated.metrics.get("eval_loss", run.eval_loss)
         case Progress(step=step):
             run.step = step
         case ProgramSaved(step=step):
-            run.unsaved, run.program_saves = None, [*run.program_saves, step]
+            run.unsaved = None
+            run.program_saves.append(step)
         case Committed(step=step, tier=tier) as committed:
             run.step = max(run.step, committed.step_of_run)
-            if step not in run.committed:
-                run.committed.append(step)
+            run.committed.append(step)
             if step >= run.newest_by_tier.get(tier, -1):
                 run.newest_by_tier[tier], run.newest_at_by_tier[tier] = step, entry.time
         case CommitFailedEvent(error=error):
@@ -292,6 +336,13 @@ def describe_nodes(run: RunSummary) -> str:
     return text
 
 
+def describe_evaluation(run: RunSummary) -> str:
+    """Return the newest evaluation's loss and the best step, for a run that has one."""
+    assert run.best is not None
+    newest = f"loss {run.eval_loss:.4f}; " if run.eval_loss is not None else ""
+    return f"{newest}best step {run.best.step}, {run.best.metric} {run.best.value:.4g}"
+
+
 def describe_slow_ranks(slow: SlowRanks) -> str:
     """Return which ranks are slower than the others, and where they lose the time."""
     if not slow.ranks:
@@ -315,6 +366,15 @@ def describe_repetitions(run: RunSummary) -> str:
     return f"{equal} of {len(found)} resumes compared bit for bit; {worst.describe()}"
 
 
+def _render_losses(run: RunSummary) -> list[str]:
+    lines = []
+    if run.first_loss is not None and run.last_loss is not None:
+        lines.append(f"  loss         {run.first_loss:.4f} -> {run.last_loss:.4f}")
+    if run.best is not None:
+        lines.append(f"  evaluation   {describe_evaluation(run)}")
+    return lines
+
+
 def render(run: RunSummary, places: dict[str, str]) -> str:
     """Format a summary as text, with a line for each of `places`: a name and a path or URL."""
     total = f" of {run.total_steps}" if run.total_steps else ""
@@ -323,8 +383,7 @@ def render(run: RunSummary, places: dict[str, str]) -> str:
         f"run {run.run_id}: {run.state.value}",
         f"  steps        {run.step}{total}",
     ]
-    if run.first_loss is not None and run.last_loss is not None:
-        lines.append(f"  loss         {run.first_loss:.4f} -> {run.last_loss:.4f}")
+    lines += _render_losses(run)
     if run.max_nodes:
         lines.append(f"  nodes        {describe_nodes(run)}")
     lines.append(f"  attempts     {len(run.attempts)}")

@@ -46,3 +46,8 @@ def duration(seconds: float) -> str:
     if hours < 24:
         return f"{hours:.0f} h {minutes % 60:.0f} min"
     return f"{days:.0f} d {hours % 24:.0f} h"
+
+
+def shortened(text: str, limit: int = 300) -> str:
+    """Return a text, cut with an ellipsis where it is longer than `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -15,7 +15,6 @@ import math
 import os
 import queue
 import re
-import resource
 import shutil
 import threading
 import time
@@ -159,11 +158,9 @@ def _peak_flops() -> float | None:
 
 def _memory() -> dict[str, float]:
     """Return the peak memory of this process so far in GB, and the utilisation of its GPU in percent."""
-    on_device = device.peak_memory_bytes()
-    if on_device is None:
-        return {"peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
     busy = device.utilization_percent()
-    return {"peak_memory_gb": round(on_device / 1e9, 3), **({"gpu_utilization": busy} if busy is not None else {})}
+    utilization = {"gpu_utilization": busy} if busy is not None else {}
+    return {"peak_memory_gb": round(device.peak_memory_bytes() / 1e9, 3), **utilization}
 
 
 def _communication(model: Any) -> dict[str, float]:

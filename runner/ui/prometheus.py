@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from socketserver import ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -19,14 +15,12 @@ from runner.errors import UsageError
 from runner.journal.journal import read_journal
 from runner.journal.ledger import restarts_by_kind
 from runner.journal.summary import RunState, RunSummary, summarise
+from runner.ui.web_server import web_server
 
 # Seconds for which a summary is served again: this multiple of the time that it took, within these bounds. A journal
 # of weeks takes long to summarise.
 _CACHE_S, _LONGEST_CACHE_S = 2.0, 60.0
 _CACHE_SHARE = 50
-# A stranger that opens connections must not take the descriptors of the runner.
-_MOST_CONNECTIONS = 16
-_SILENCE_S = 10.0
 
 
 class RunCollector(Collector):
@@ -89,56 +83,12 @@ def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
         yield CounterMetricFamily(name, text, value)
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = _SILENCE_S
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the console is the run's."""
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    """Has a thread for each connection, and closes those that are too many."""
-
-    daemon_threads = True
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin a thread, if there are not too many."""
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            # No thread could be started.
-            self._free.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client went away, or said nothing."""
-
-
-class _ServerOverIpv6(_Server):
-    address_family = socket.AF_INET6
-
-
 def serve(address: str, port: int, collector: RunCollector) -> None:
     """Serve http://ADDRESS:PORT/metrics in a thread until the process ends; UsageError if the port cannot be used."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     try:
-        kind = _ServerOverIpv6 if ":" in address else _Server
-        server = make_server(address, port, make_wsgi_app(registry), kind, _Handler)
+        server = web_server(address, port, make_wsgi_app(registry))
     except OSError as error:
         raise UsageError(
             f"--metrics-port {port} cannot be used: {error.strerror}; choose another port, or omit the option"

@@ -12,12 +12,21 @@ from rich.text import Text
 
 from runner.journal.events import Entry, RunEnded, RunStarted
 from runner.journal.ledger import LOST, TRAINING, AttemptAccount
-from runner.journal.summary import RunState, RunSummary, describe_nodes, describe_repetitions, describe_slow_ranks
+from runner.journal.summary import (
+    RunState,
+    RunSummary,
+    describe_evaluation,
+    describe_nodes,
+    describe_repetitions,
+    describe_slow_ranks,
+)
 from runner.recovery.restart_state import RunnerProcess, process_namespace
 from runner.system.text import duration
 
 _COLOURS = {RunState.FINISHED: "green", RunState.RUNNING: "cyan", RunState.FAILED: "red"}
 _COLOURS |= dict.fromkeys((RunState.PREEMPTED, RunState.STOPPING, RunState.WAITING, RunState.BACKOFF), "yellow")
+# Why a run whose runner is gone does not run.
+GONE = "its runner ended without reporting; the same command continues it"
 _BAR_CELLS = 30
 # Number of attempts that are shown, the newest ones.
 _SHOWN_ATTEMPTS = 8
@@ -68,11 +77,37 @@ def panel(run: RunSummary, now: float, locations: dict[str, str], *, gone: bool 
     return Group(*parts)
 
 
+def one_line(run: RunSummary, *, gone: bool = False) -> str:
+    """Return the run as one line, which changes when something has happened and not as time passes."""
+    parts = [state_of(run, gone=gone)]
+    parts.append(f"step {run.step}" + (f" of {run.total_steps}" if run.total_steps else ""))
+    if run.last_loss is not None:
+        parts.append(f"loss {run.last_loss:.4f}")
+    if run.best is not None:
+        parts.append(f"evaluation {describe_evaluation(run)}")
+    parts += [f"committed {step} ({tier})" for tier, step in run.newest_by_tier.items()]
+    if run.attempts:
+        last = run.attempts[-1]
+        parts.append(f"attempt {last.number}")
+        if last.failed:
+            parts.append(f"{last.kind}: {last.cause}")
+    if run.failed_commits:
+        parts.append(f"{run.failed_commits} failed saves")
+    if run.state.is_over:
+        parts.append(run.reason)
+    # A cause may have several lines.
+    return " · ".join(" ".join(part.split()) for part in parts)
+
+
+def state_of(run: RunSummary, *, gone: bool) -> str:
+    """Return the state of a run in words; `gone` says whether its runner has ended without reporting."""
+    return "not running" if gone and not run.state.is_over else run.state.value
+
+
 def _title(run: RunSummary, now: float, gone: bool) -> Text:
-    state, colour, reason = run.state.value, _COLOURS.get(run.state, "white"), run.reason
+    state, colour, reason = state_of(run, gone=gone), _COLOURS.get(run.state, "white"), run.reason
     if gone and not run.state.is_over:
-        state, colour = "not running", "red"
-        reason = "its runner ended without reporting; the same command continues it"
+        colour, reason = "red", GONE
     title = Text.assemble(("run ", "bold"), (run.run_id, "bold"), "  ", (state, f"bold {colour}"))
     if reason:
         title.append(f"  {reason}")
@@ -91,6 +126,8 @@ def _add_progress(facts: Table, run: RunSummary, now: float) -> None:
         facts.add_row("steps", str(run.step))
     if run.last_loss is not None:
         facts.add_row("loss", f"{run.first_loss:.4f} → {run.last_loss:.4f}")
+    if run.best is not None:
+        facts.add_row("evaluation", Text(describe_evaluation(run)))
     if run.tokens_per_s is not None and not run.state.is_over:
         facts.add_row("speed", f"{run.tokens_per_s:,.0f} tokens/s")
     committed = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from checkpointing.agent.events import CheckpointQuarantined, CommitFailedEvent, Committed, Log, SnapshotCost
 from runner.journal.events import AttemptStarted, Entry, RunStarted
 from runner.journal.ledger import CAUSES, LOST, NOT_RUNNING, TRAINING, AttemptAccount, Ledger, Span, account
-from runner.journal.summary import RunSummary, summarise
+from runner.journal.summary import RunSummary, evaluations_of, summarise
 
 # What a run without interruptions would have spent as well.
 _IN_STEPS = (TRAINING, "checkpoint stall", "data wait", "evaluation")
@@ -95,6 +95,7 @@ class Timeline:
     Attributes:
         began_at: Time of its first event, in seconds since the epoch.
         spans: Stretches of time by cause, with lost steps at the end of their attempt's training.
+        evaluations: Metrics of the evaluations that count, by step.
         marks: Failures, commits and other moments.
         cost: What it cost; None without a price.
     """
@@ -104,6 +105,7 @@ class Timeline:
     began_at: float
     spans: list[Span]
     logs: list[LogEntry]
+    evaluations: dict[int, dict[str, float]]
     saves: list[Save]
     marks: list[Mark]
     cost: Cost | None
@@ -132,6 +134,7 @@ def build_timeline(
         began_at,
         _spans(ledger, began_at),
         _logs(entries, run.attempts),
+        evaluations_of(entries),
         _saves(entries),
         _marks(entries, run.attempts, began_at),
         _cost(entries, ledger, run.attempts, price_per_hour, spot_discount),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from infra.parts import find
 from integration.support import RUNNER, SHORT_JOB, Run, wait_until
 
 EPOCHS = 3
@@ -57,17 +55,6 @@ def report(struck: Run) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = importlib.import_module("playwright.sync_api")
-    program = find("chromium")
-    with sync_api.sync_playwright() as playwright:
-        # Chromium's own sandbox wants a user other than root.
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
 @pytest.fixture
 def opened(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The page, as it is seen with a device's options; it asked the network for nothing, and nothing went wrong."""
@@ -81,7 +68,6 @@ def opened(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterat
     page.on("console", lambda message: troubles.append(message.text))
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.goto(report.as_uri())
-    page.wait_for_function("document.documentElement.dataset.drawn === 'yes'")
     yield page
     assert not troubles
     context.close()
@@ -176,22 +162,45 @@ def test_the_numbers_on_the_page_are_the_journals(opened: Any, struck: Run) -> N
 
 
 def test_its_charts_show_what_the_journal_tells(opened: Any, struck: Run) -> None:
-    drawn = opened.evaluate(
-        "Object.fromEntries([...document.querySelectorAll('.chart')].map(one => [one.id, one.data.map(trace =>"
-        " ({name: trace.name, x: Array.from(trace.x), y: Array.from(trace.y)}))]))"
-    )
-    assert set(drawn) == {"chart-" + name for name in ("time-line", "loss", "where", "saves", "throughput", "memory")}
-    traces = {trace["name"]: trace for trace in drawn["chart-loss"]}
+    charts = opened.evaluate("[...document.querySelectorAll('.chart')].map(one => one.id)")
+    assert charts == ["chart-" + name for name in ("time-line", "loss", "saves", "throughput", "memory")]
+    series = json.loads(opened.locator("#chart-loss .plot").get_attribute("data-series"))
     shown = [
-        (step, value) for name in traces for step, value in zip(traces[name]["x"], traces[name]["y"], strict=True)
-        if step is not None
-    ]  # fmt: skip
-    logs = [(event["step"], event["loss"]) for event in struck.events("log")]
-    assert sorted(shown) == sorted(logs)
-    steps = [step for step in traces["counts"]["x"] if step is not None]
+        (step, value)
+        for line in series
+        if line["name"] in ("training", "lost, recomputed")
+        for piece in line["pieces"]
+        for step, value in zip(piece["x"], piece["y"], strict=True)
+    ]
+    assert sorted(shown) == sorted((event["step"], float(f"{event['loss']:.6g}")) for event in struck.events("log"))
+    steps = [step for piece in series[0]["pieces"] for step in piece["x"]]
     assert len(steps) == len(set(steps)), "a step that counts is there once"
-    marks = {trace["name"]: trace["y"] for trace in drawn["chart-time-line"]}
-    assert marks["failure"] == ["1", "2", "3", "5"] and len(marks["committed"]) == len(struck.events("committed"))
+    signs = opened.locator("#chart-time-line .sign")
+    places = [
+        (one.get_attribute("title").partition(":")[0], one.evaluate("one => parseFloat(one.style.top)"))
+        for one in signs.all()
+    ]
+    # Of seven rows, the first one is of the time outside of attempts.
+    failed = [round(top * 7 / 100 - 0.5) for kind, top in places if kind == "failure"]
+    assert sorted(failed) == [1, 2, 3, 5]
+    assert sum(kind == "committed" for kind, _ in places) == len(struck.events("committed"))
+
+
+def test_a_pointer_shows_the_values_of_a_step(opened: Any, struck: Run) -> None:
+    drawing = opened.locator("#chart-loss svg")
+    drawing.scroll_into_view_if_needed()
+    box = drawing.bounding_box()
+    drawing.hover(position={"x": box["width"] - 1, "y": 20})
+    last = struck.events("log")[-1]
+    assert (
+        opened.locator("#chart-loss .readout")
+        .inner_text()
+        .startswith(f"step {last['step']}: training {last['loss']:.6g}".rstrip("0"))
+    )
+    opened.locator("#chart-time-line .sign").last.hover()
+    assert opened.locator(".readout").inner_text().startswith("failure: crashed")
+    opened.locator("h1").hover()
+    assert opened.locator(".readout").count() == 0
 
 
 DEVICES = {
@@ -205,7 +214,7 @@ def test_it_is_readable_everywhere(opened: Any) -> None:
     """No sideways scrolling of the page, nothing drawn outside of it, text that stands out from its ground."""
     assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert opened.evaluate(
-        "[...document.querySelectorAll('.chart svg.main-svg')].every(one =>"
+        "[...document.querySelectorAll('.chart svg')].every(one =>"
         " one.getBoundingClientRect().right <= innerWidth + 1 && one.getBoundingClientRect().width > 200)"
     )
     luminance = """colour => {
@@ -218,8 +227,8 @@ def test_it_is_readable_everywhere(opened: Any) -> None:
           const ground = luminance(getComputedStyle(document.body).backgroundColor);
           const colours = [...document.querySelectorAll('p, td, th, h1, h2, summary, .tile')]
             .map(one => getComputedStyle(one).color);
-          for (const one of document.querySelectorAll('.chart .xtick text, .chart .ytick text'))
-            colours.push(getComputedStyle(one).fill);
+          for (const one of document.querySelectorAll('.x-axis span, .y-axis span'))
+            colours.push(getComputedStyle(one).color);
           return [...new Set(colours)].map(colour => {{
             const [low, high] = [luminance(colour), ground].sort((a, b) => a - b);
             return (high + 0.05) / (low + 0.05); }});

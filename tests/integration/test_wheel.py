@@ -18,7 +18,7 @@ from checkpointing.host.environment import DISTRIBUTION
 
 ROOT = Path(__file__).parents[2]
 # What scripts that only want `checkpointing` must not have to install.
-HEAVY = {"transformers", "trl", "datasets", "peft", "pyarrow", "boto3", "s3fs", "plotly", "pydantic", "rich", "click"}
+HEAVY = {"transformers", "trl", "datasets", "peft", "pyarrow", "boto3", "s3fs", "jinja2", "pydantic", "rich", "click"}
 # Two tests must not install at the same time: one would read the half-written files of the other.
 pytestmark = pytest.mark.xdist_group("wheel")
 

@@ -21,6 +21,8 @@ from runner.plan.simulate.scenario import HOUR_S, Scenario, learn
 from runner.system.text import duration
 
 _MAX_VARIATIONS = 200
+# Of Okabe and Ito.
+_LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 # Names until version 0.1, which are still accepted.
 _FORMER_NAMES = {"machine_share": "node_loss_share", "machine_wait_s": "node_wait_s"}
 
@@ -191,32 +193,23 @@ def render(study: Study, target: float | None) -> RenderableType:
 
 def to_page(study: Study) -> str:
     """Return an HTML page that plots goodput over the first name that varies, with a line per other combination."""
-    import plotly.graph_objects as go
-    import plotly.io
+    from runner.ui import web_page
+    from runner.ui.drawing import Line, LineChart
 
     names = list(study.variations[0])
     lines: dict[str, list[tuple[float, Forecast]]] = {}
     for changes, seen in zip(study.variations, study.forecasts, strict=True):
         label = ", ".join(f"{name}={changes[name]:g}" for name in names[1:]) or "goodput"
         lines.setdefault(label, []).append((changes[names[0]], seen))
-    figure = go.Figure()
-    for label, points in lines.items():
+    drawn = []
+    for (label, points), colour in zip(lines.items(), itertools.cycle(_LINE_COLOURS), strict=False):
         points.sort(key=lambda point: point[0])
-        figure.add_scatter(
-            name=label,
-            mode="lines+markers",
-            x=[value for value, _ in points],
-            y=[100 * seen.goodput for _, seen in points],
-            error_y={"type": "data", "array": [100 * (seen.high - seen.goodput) for _, seen in points]},
-        )
-    figure.update_layout(
-        title="Goodput of simulated runs, with the 95 % confidence interval of the mean",
-        xaxis={"title": names[0], "type": "log" if all(c[names[0]] > 0 for c in study.variations) else "linear"},
-        yaxis_title="goodput, %",
-        template="plotly_white",
-    )
-    page: str = plotly.io.to_html(figure, include_plotlyjs=True, config={"responsive": True})
-    return page
+        intervals = [(value, 100 * seen.low, 100 * seen.high) for value, seen in points]
+        percentages = [(value, 100 * seen.goodput) for value, seen in points]
+        drawn.append(Line(label, colour, [("", percentages)], intervals=intervals))
+    x_log = all(changes[names[0]] > 0 for changes in study.variations)
+    chart = LineChart(drawn, names[0], "goodput, %", x_log=x_log)
+    return web_page.chart("Goodput of simulated runs, with the 95 % confidence interval of the mean", chart)
 
 
 def _changed(scenario: Scenario, changes: dict[str, float], written: str) -> Scenario:

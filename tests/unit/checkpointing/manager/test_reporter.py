@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,9 +42,31 @@ def test_metrics_that_are_not_finite_numbers_are_left_out() -> None:
     own.metrics(4, {"loss": torch.tensor(1.5), "grad_norm": float("nan"), "epoch": 2, "note": "text", "flag": True})
     own.metrics(4, {"eval_loss": 2.0})
     own.metrics(4, {"runtime": 2.0})
+    assert events[0].pop("peak_memory_gb") > 0
     assert events == [
         {"event": "log", "step": 4, "loss": 1.5, "epoch": 2.0},
         {"event": "evaluated", "step": 4, "eval_loss": 2.0},
+    ]
+
+
+def test_every_log_entry_has_the_peak_memory_of_the_process() -> None:
+    """The memory chart was empty for all but the bundled job."""
+    own, events = reporting()
+    own.metrics(4, {"loss": 1.0})
+    own.metrics(5, {"loss": 1.0, "peak_memory_gb": 7.5})
+    own.metrics(5, {"eval_loss": 1.0})
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    assert 0.5 * peak_gb < events[0]["peak_memory_gb"] <= peak_gb + 0.001
+    assert events[1]["peak_memory_gb"] == 7.5 and "peak_memory_gb" not in events[2]
+
+
+def test_evaluations_say_what_the_best_step_is_chosen_by() -> None:
+    own, events = reporting()
+    own.metrics(4, {"eval_f1": 0.5}, "eval_f1", True)
+    own.metrics(4, {"eval_a_loss": 2.0}, None, None)
+    assert events == [
+        {"event": "evaluated", "step": 4, "eval_f1": 0.5, "best_by": "eval_f1", "higher_is_better": True},
+        {"event": "evaluated", "step": 4, "eval_a_loss": 2.0},
     ]
 
 

@@ -117,11 +117,22 @@ def test_an_evaluation_outside_training_is_left_alone() -> None:
         callback = StepCallback(subject)
         subject._session.throughput.between_entries.return_value = {"tokens_per_s": 5.0}
         callback.on_prediction_step(Mock(), Mock(), Mock())
-        callback.on_log(Mock(), TrainerState(global_step=5), Mock(), logs={"loss": 1.0})
+        args = Mock(metric_for_best_model=None, greater_is_better=None)
+        callback.on_log(args, TrainerState(global_step=5), Mock(), logs={"loss": 1.0})
         assert subject._session.evaluation.step.called == is_in_train
         assert subject._manager.report.called == is_in_train
         if is_in_train:
-            subject._manager.report.assert_called_once_with(5, {"tokens_per_s": 5.0, "loss": 1.0})
+            values = {"tokens_per_s": 5.0, "loss": 1.0}
+            subject._manager.report.assert_called_once_with(5, values, best_by=None, higher_is_better=None)
+
+
+@pytest.mark.parametrize(("metric", "name"), [("f1", "eval_f1"), ("eval_f1", "eval_f1")])
+def test_the_metric_of_the_best_model_is_reported(metric: str, name: str) -> None:
+    subject = trainer()
+    subject._session.throughput.between_entries.return_value = {}
+    args = Mock(metric_for_best_model=metric, greater_is_better=True)
+    StepCallback(subject).on_log(args, TrainerState(global_step=5), Mock(), logs={"eval_f1": 0.5})
+    subject._manager.report.assert_called_once_with(5, {"eval_f1": 0.5}, best_by=name, higher_is_better=True)
 
 
 def test_training_and_steps_begin_and_end() -> None:

@@ -109,6 +109,9 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = run(status, "run", "--watch")
     assert result.exit_code == 0 and "all is done" in result.output
     assert len(waits) == 2 and min(waits) >= 2.0
+    # No terminal: a line when something has changed.
+    first, second = result.output.splitlines()
+    assert "starting · step 4 of 10" in first and "finished · step 4 of 10" in second
     # A run that is over is shown once.
     assert run(status, "run", "--watch").exit_code == 0 and len(waits) == 2
 
@@ -165,6 +168,20 @@ def test_the_report_of_a_location_is_in_the_current_directory(
 @pytest.mark.parametrize("options", [("--spot-discount", "1"), ("--price-per-hour", "-1")])
 def test_prices_have_bounds(options: tuple[str, str]) -> None:
     assert run(report, *options).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error"), [(("--serve", "--output", "x.html"), "omit --output"), (("--port", "80"), "needs --serve")]
+)
+def test_options_that_exclude_each_other(options: tuple[str, ...], error: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    refused = run(report, "run", *options).exception
+    assert isinstance(refused, UsageError) and error in str(refused)
+
+
+def test_what_is_no_run_is_not_served(tmp_path: Path) -> None:
+    refused = run(report, str(tmp_path), "--serve").exception
+    assert isinstance(refused, UsageError) and "holds no run" in str(refused)
 
 
 def test_journals_that_cannot_be_read_are_named(

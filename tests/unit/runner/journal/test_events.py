@@ -22,6 +22,7 @@ VALUES: dict[Any, Any] = {
     int | None: 3,
     float | None: 1.5,
     str | None: "text",
+    bool | None: True,
     list[int]: [1, 2],
     list[float]: [1.5, 2.5],
     list[str]: ["a"],

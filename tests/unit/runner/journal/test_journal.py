@@ -4,6 +4,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from helpers.journals import entry, event
 from infra.parts import lacks
 
-from checkpointing.agent.events import Committed
+from checkpointing.agent.events import Committed, Log
 from checkpointing.host.heartbeat import machine_clock
 from runner.journal.events import Entry, Malformed
 from runner.journal.journal import Journal, JournalReader, SteadyClock, read_journal
@@ -58,6 +59,41 @@ def test_a_journal_that_grows_is_read_once(tmp_path: Path) -> None:
     assert len(known(reader.entries())) == 8
     path.unlink()
     assert reader.entries() == []
+
+
+def test_a_reader_for_weeks_keeps_a_bounded_number_of_log_entries(tmp_path: Path) -> None:
+    """Two kilobytes each: of a week with an entry a second, more than a gigabyte."""
+    journal = Journal(tmp_path / "journal.jsonl", clock=lambda: 1.0)
+    reader = JournalReader(tmp_path / "journal.jsonl", max_logs=100)
+    attempt_of_step = {step: 1 if step <= 333 else 2 for step in range(1, 1001)}
+    for step, attempt in attempt_of_step.items():
+        journal.append(event("log", step=step, loss=1.0), attempt)
+        if step % 10 == 0:
+            journal.append(event("committed", step=step), attempt)
+            logs = [one.event.step for one in reader.entries() if isinstance(one.event, Log)]
+            assert len(logs) <= 101 and logs == sorted(logs) and logs[-1] == step
+    assert 333 in logs, "where an attempt ended"
+    gaps = {later - earlier for earlier, later in pairwise(logs)}
+    assert len(logs) > 50 and max(gaps) == 16, gaps
+    assert sum(isinstance(one.event, Committed) for one in reader.entries()) == 100
+    assert len(JournalReader(tmp_path / "journal.jsonl").entries()) == 1100
+
+
+def test_more_attempts_than_log_entries_are_all_kept(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", clock=lambda: 1.0)
+    for attempt in range(50):
+        journal.append(event("log", step=attempt, loss=1.0), attempt)
+    assert len(JournalReader(tmp_path / "journal.jsonl", max_logs=10).entries()) == 50
+
+
+def test_a_long_journal_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.journal.journal._PIECE_BYTES", 7)
+    journal = Journal(tmp_path / "journal.jsonl", clock=lambda: 1.0)
+    for step in range(20):
+        journal.append(event("committed", step=step), 1)
+    assert [one.event.step for one in read_journal(tmp_path / "journal.jsonl") if isinstance(one.event, Committed)] == [
+        *range(20)
+    ]
 
 
 def test_no_journal_is_no_events(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from helpers.journals import entries
 from rich.console import Console
 
 from runner.journal.ledger import CAUSES
-from runner.journal.summary import RunState, describe_repetitions, render, summarise
+from runner.journal.summary import BestStep, RunState, describe_repetitions, render, summarise
 from runner.ui.status import panel
 
 
@@ -158,6 +158,32 @@ def test_what_retention_could_not_remove_is_counted_until_it_has() -> None:
     assert "2 checkpoints (remote), 36.0 GB: object is locked" in console.export_text()
     removed = event(106, "pruned", 1, tier="remote", step=20)
     assert not summarise(entries([*EVENTS[:4], failed, removed])).stuck
+
+
+def evaluated(step: int, value: float, **details: Any) -> dict[str, Any]:
+    return event(100 + step, "evaluated", 1, step=step, **{"eval_loss": value, **details})
+
+
+def test_the_best_step_is_the_first_with_the_lowest_loss() -> None:
+    run = summarise(entries([*EVENTS[:3], *(evaluated(*one) for one in ((1, 3.0), (2, 2.0), (3, 2.0), (4, 2.5)))]))
+    assert (run.eval_loss, run.best) == (2.5, BestStep(2, "eval_loss", 2.0))
+    assert "loss 2.5000; best step 2, eval_loss 2\n" in render(run, {})
+    assert summarise(entries(EVENTS[:3])).best is None and "best step" not in render(summarise(entries(EVENTS[:3])), {})
+
+
+def test_the_best_step_is_chosen_as_the_trainer_does() -> None:
+    f1 = {"best_by": "eval_f1", "higher_is_better": True}
+    evaluations = [evaluated(1, 2.0, eval_f1=0.5, **f1), evaluated(2, 3.0, eval_f1=0.7, **f1)]
+    assert summarise(entries([*EVENTS[:3], *evaluations])).best == BestStep(2, "eval_f1", 0.7)
+    missing = [evaluated(1, 2.0, best_by="eval_rouge", higher_is_better=True)]
+    assert summarise(entries([*EVENTS[:3], *missing])).best is None
+
+
+def test_evaluations_of_steps_that_are_recomputed_do_not_count() -> None:
+    again = event(120, "training_started", 2, step=5, total_steps=100)
+    lines = [*EVENTS[:3], evaluated(4, 3.0), evaluated(8, 1.0), again]
+    assert summarise(entries(lines)).best == BestStep(4, "eval_loss", 3.0)
+    assert summarise(entries([*lines, evaluated(8, 1.5)])).best == BestStep(8, "eval_loss", 1.5)
 
 
 def test_an_empty_journal() -> None:

@@ -368,7 +368,8 @@ def test_study(tmp_path: Path) -> None:
     told = json.loads(json.dumps(study.to_dict(0.9)))
     assert [one["changes"] for one in told["forecasts"]] == changes
     assert told["forecasts"][0]["reaches_target"] and not told["forecasts"][1]["reaches_target"]
-    assert "restart_s=300" in to_page(study)
+    page = to_page(study)
+    assert "restart_s=300" in page and page.count('class="interval"') == page.count("<li>") == 2 and len(page) < 50_000
     for wrong in (["nothing=1"], ["restart_s=x"], ["restart_s=-1"], ["hang_share=2"], [f"restart_s={'1,' * 300}1"]):
         with pytest.raises(UsageError):
             variations(wrong, scenario)
