@@ -92,7 +92,9 @@ def main() -> None:
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        click.echo(visible(shown.getvalue()), err=True, nl=False)
         sys.exit(ExitCode.USAGE)
     except click.Abort:
         sys.exit(130)

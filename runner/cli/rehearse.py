@@ -73,7 +73,8 @@ def rehearse(
         report=report,
     )
     findings = job.rehearse([moment for moment in MOMENTS if all_moments or not moment.is_optional])
-    ranks = f"{config.launch.nproc_per_node} ranks" if config.launch.nproc_per_node != "auto" else "all ranks"
+    nproc = config.launch.nproc_per_node
+    ranks = f"{nproc} ranks" if isinstance(nproc, int) else "all ranks"
     text = render(findings, program.label if program is not None else "the bundled job", ranks, steps)
     click.echo(json.dumps(to_json(findings, steps), indent=2) if as_json else text)
     if findings.is_safe and not keep:

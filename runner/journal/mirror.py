@@ -135,7 +135,7 @@ class History:
         self.unread = problem or others_problem
         sessions = {**self._others, **({own_id: self._own} if self._own else {})}
         if not sessions and self.unread:
-            raise UsageError(f"{self._place!r} cannot be read: {self.unread}")
+            raise UsageError(f"{self._place!r} cannot be read: {self.unread}; give the output_dir of a run")
         if not sessions:
             raise UsageError(
                 f"{self._place!r} holds no run; give the output_dir of one, or the location of its checkpoints"

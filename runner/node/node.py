@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checkpointing.agent.protocol import Message
 from checkpointing.host.threads import in_background
-from runner.config.checks import check_has_rank, check_promised_gpu, check_same_nnodes, shape_of
+from runner.config.checks import check_has_gpu, check_has_rank, check_promised_gpu, check_same_nnodes, shape_of
 from runner.config.schema import Config
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
 from runner.journal.events import AgentEndedEarly, ColdStart, Record
@@ -120,6 +120,8 @@ class Node:
         assert accelerators is not None
         if not accelerators and self._helpers.torch_has_cuda:
             check_promised_gpu(self._config, os.environ, Path("/dev"))
+        if not accelerators:
+            check_has_gpu(self._config)
         nnodes, nproc = shape_of(self._config, accelerators)
         check_has_rank(self._config, nnodes)
         return nnodes, nproc

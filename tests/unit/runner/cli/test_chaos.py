@@ -118,7 +118,7 @@ def test_kinds_of_faults_are_listed_and_nothing_is_run(campaigns: Campaigns) -> 
 
 def test_mistakes_are_found_before_anything_runs(campaigns: Campaigns, tmp_path: Path) -> None:
     assert "--fault 'rank kiled' is unknown" in refused("--fault", "rank kiled")
-    assert "a configuration file is passed as --config a.yaml" in refused("a.yaml")
+    assert "pass a configuration file as --config a.yaml" in refused("a.yaml")
     assert "takes --set trainer.max_steps=N" in refused("--steps", "30")
     assert "sets its own algorithms" in refused("--deterministic", "-m", "json.tool")
     (tmp_path / "full").mkdir()

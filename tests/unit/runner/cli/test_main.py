@@ -67,7 +67,7 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
         (["plan", "--work-hours", "inf"], "'inf' is not a finite number"),
         (["simulate", "--mttf-hours", "nan"], "'nan' is not a finite number"),
         (["start", "--grace", "inf"], "'inf' is not a finite number"),
-        (["config", "--set", "restart.hang_timeout_s=inf"], "should be a finite number"),
+        (["config", "--set", "restart.hang_timeout_s=inf"], "use a finite number above 0 or null"),
         (["simulate", "--plot", "page.html"], "--plot needs --vary"),
         (["simulate", "--vary", "commit_s=1,2", "--plot", "/no/such/page.html"], "/no/such does not exist"),
     ],
@@ -128,7 +128,7 @@ def test_a_file_system_that_does_not_work_is_no_mistake(
     with pytest.raises(SystemExit) as caught:
         main_module.main()
     assert caught.value.code == code
-    hint = "; start again when that works" if code == 74 else ""
+    hint = "; start again when that works" if code == 74 else "; choose another path, or correct this one"
     assert capsys.readouterr().err == f"runner: error: /volume/run/config.yaml: {os.strerror(number)}{hint}\n"
 
 
