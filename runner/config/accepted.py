@@ -37,7 +37,7 @@ def key_at(location: Sequence[str | int]) -> tuple[str, Mapping[str, Any]]:
         )
         if part in found:
             names.append(str(part))
-            schema = found[part]
+            schema = found[str(part)]
     return ".".join(names), schema
 
 

@@ -76,5 +76,5 @@ def _trackers() -> tuple[str, ...]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             names = [target.id for target in node.targets if isinstance(target, ast.Name)]
             if names == ["INTEGRATION_TO_CALLBACK"]:
-                return tuple(key.value for key in node.value.keys if isinstance(key, ast.Constant))
+                return tuple(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
     return ()
