@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -148,8 +147,6 @@ def chaos(
             fewest=fewest,
             report=click.echo,
         )
-    # As Ctrl-C: the nodes under test, and their networks, end with the campaign.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = campaign.run(kills, seconds=None if minutes is None else 60 * minutes, keep=keep)
     click.echo(render(result, seed))
     if json_file is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -63,24 +62,6 @@ def test_a_campaign_by_default(campaigns: Campaigns) -> None:
     assert asked["job"] == JobUnderTest(["--config", str(asked["folder"] / "job.yaml")])
     assert f"runner chaos: seed {asked['seed']}, in {asked['folder']}" in result.output
     assert asked["folder"].name.endswith(f"-seed-{asked['seed']}")
-
-
-def test_a_campaign_that_is_terminated_ends_what_it_has_started(
-    campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, ended = signal.getsignal(signal.SIGTERM), list[bool]()
-
-    def terminated(*_: object, **__: object) -> None:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        finally:
-            ended.append(True)
-
-    monkeypatch.setattr(campaigns, "run", terminated)
-    try:
-        assert run().exit_code == 1 and ended == [True]
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_options_reach_the_campaign(campaigns: Campaigns, tmp_path: Path) -> None:

@@ -177,3 +177,17 @@ def test_a_standard_stream_that_is_closed_leads_nowhere(closed: str, tmp_path: P
     assert [streams[n] for n, text in enumerate(("<&-", " >&-", "2>&-")) if text.strip() in closed.split()] == [
         "/dev/null"
     ] * len(closed.split())
+
+
+def test_a_command_that_is_terminated_ends_what_it_has_started() -> None:
+    """Runs under test went on after a rehearsal, and temporary folders stayed."""
+    program = (
+        "import signal, runner.__main__ as program, runner.cli.main as command\n"
+        "def work():\n"
+        "    try: signal.raise_signal(signal.SIGTERM)\n"
+        "    finally: print('ended')\n"
+        "command.main = work\n"
+        "program.main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (143, "ended\n"), ended.stderr
