@@ -381,8 +381,8 @@ class TrackingConfig(Section):
     aim_repo: str | None = Field(default=None, examples=["/aim"])
     """Aim repository, a path or URL (variable AIM_REPO). Needs the extra `aim`. Without it nothing is tracked in
     Aim."""
-    experiment: str = "wilderness-survival"
-    """Name of the Aim experiment."""
+    experiment: str | None = Field(default=None, examples=["my-experiment"])
+    """Name of the Aim experiment. Without it the name of the run's folder."""
 
 
 class MonitoringConfig(Section):

@@ -258,7 +258,8 @@ class _ShardingOnCpu(SFTTrainer):
 def _trackers(config: Config, rank: int) -> list[AimTracker]:
     if config.tracking.aim_repo is None or rank != 0:
         return []
-    return [AimTracker(config.tracking.aim_repo, config.tracking.experiment, config.checkpoint_location)]
+    experiment = config.tracking.experiment or Path(config.output_dir).name
+    return [AimTracker(config.tracking.aim_repo, experiment, config.checkpoint_location)]
 
 
 def prepare(config_path: str, cache: Path) -> None:

@@ -79,7 +79,9 @@ def test_two_faults_of_a_short_job_lose_nothing(tmp_path: Path) -> None:
     names = [part for name in ("rank killed", "supervisor killed") for part in ("--fault", name)]
     # Its path is short enough for sockets.
     with tempfile.TemporaryDirectory() as temporary:
-        code, verdict, output = chaos(tmp_path, "--kills", "2", "--seed", "7", *SHORT, *names, TMPDIR=temporary, XDG_RUNTIME_DIR=temporary)
+        code, verdict, output = chaos(
+            tmp_path, "--kills", "2", "--seed", "7", *SHORT, *names, TMPDIR=temporary, XDG_RUNTIME_DIR=temporary
+        )
         assert not list(Path(temporary).iterdir()), "temporary files, also of a runner that was killed, are removed"
     assert code == 0, output
     assert verdict["faults"] >= 2 and verdict["violations"] == 0 and verdict["identical"], output

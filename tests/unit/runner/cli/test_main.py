@@ -191,3 +191,20 @@ def test_a_command_that_is_terminated_ends_what_it_has_started() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (143, "ended\n"), ended.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_completion(shell: str) -> None:
+    environment = {**os.environ, "_RUNNER_COMPLETE": f"{shell}_source"}
+    script = subprocess.run([RUNNER], capture_output=True, text=True, env=environment)
+    assert script.returncode == 0 and f"_RUNNER_COMPLETE={shell}_complete" in script.stdout
+
+
+def test_what_a_shell_completes() -> None:
+    def completed(*words: str) -> list[str]:
+        asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_RUNNER_COMPLETE": "bash_complete"}
+        return subprocess.run([RUNNER], capture_output=True, text=True, env={**os.environ, **asked}).stdout.split()
+
+    assert completed("runner", "che") == ["plain,checkpoints"]
+    assert "plain,prune" in completed("runner", "checkpoints", "")
+    assert "plain,--nproc-per-node" in completed("runner", "start", "--np")
