@@ -33,7 +33,8 @@ def missing_package(config: Config) -> tuple[str, str] | None:
         return "tracking.aim_repo", f"tracking.aim_repo is set, and {not_installed('Aim', 'aim')}, or unset it"
     if config.model.attn_implementation == "flash_attention_2" and not _is_installed("flash_attn"):
         key = "model.attn_implementation"
-        return key, f"{key}=flash_attention_2 needs its package: {not_installed('flash-attn', 'flash-attn')}"
+        # It is built by pip, against the torch that is there: an extra of ours could not be installed.
+        return key, f"{key}=flash_attention_2 needs its package; pip install --no-build-isolation flash-attn"
     optimizer = str(config.trainer.get("optim"))
     for pattern, module, name in _OPTIMIZERS:
         if re.fullmatch(pattern, optimizer):

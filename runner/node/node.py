@@ -74,6 +74,7 @@ class Node:
         self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
         self._host = host or Host()
         self.checkpoints = AgentEvents(display, record)
+        display.state.activity = "loading torch"
         self.others_busy = self.has_state = self.leads = False
         self._attempt: Attempt | None = None
         self._patience = 1.0
@@ -90,6 +91,7 @@ class Node:
             on_launcher=self._on_launcher,
             on_agent_timeout=self._on_agent_timeout,
             check_gpus=check_gpus,
+            each_turn=display.refresh,
             grace_s=config.restart.grace_s,
             quiet_timeout_s=config.restart.quiet_timeout_s,
             loop=loop,

@@ -14,6 +14,7 @@ from helpers.command_line import run_command
 from helpers.journals import event
 
 from runner.cli import main as main_module
+from runner.config.schema import Config
 from runner.journal.journal import Journal
 
 RUNNER = str(Path(sys.executable).with_name("runner"))
@@ -31,17 +32,47 @@ RUNNER = str(Path(sys.executable).with_name("runner"))
     ],
 )
 def test_help_loads_nothing_heavy(command: list[str]) -> None:
+    loaded, shown = packages_loaded_by(command)
+    assert "Usage:" in shown
+    assert loaded <= {"checkpointing", "runner", "click", "xxhash"}, loaded
+
+
+def test_status_loads_what_it_shows_and_reads(tmp_path: Path) -> None:
+    """It loaded the whole configuration of a run, which took longer than all else."""
+    journal = Journal(tmp_path / "journal.jsonl", time.time)
+    journal.append(event("run_started", run_id="one", committed_step=-1), 0)
+    (tmp_path / "config.yaml").write_text(Config(output_dir=str(tmp_path)).to_yaml())
+    loaded, shown = packages_loaded_by(["status", str(tmp_path)], "runner.config.load", "runner.config.schema")
+    assert "starting" in shown
+    # Of pydantic what the events are checked by.
+    needed = {
+        "pydantic",
+        "pydantic_core",
+        "annotated_types",
+        "typing_extensions",
+        "typing_inspection",
+        "psutil",
+        "rich",
+    }
+    assert loaded <= {"checkpointing", "runner", "click", "xxhash", *needed}, loaded
+
+
+def packages_loaded_by(command: list[str], *modules: str) -> tuple[set[str], str]:
+    """Return the packages that a command loads besides Python's own, and these modules if it does; and its output."""
     code = (
-        "import sys, runner.cli.main\n"
+        "import sys; before = set(sys.modules)\n"
+        "import runner.cli.main\n"
         f"sys.argv = ['runner', *{command!r}]\n"
         "try: runner.cli.main.main()\n"
         "except SystemExit as e: assert not e.code, e.code\n"
-        "heavy = {'torch', 'transformers', 'trl', 'pydantic', 'rich', 'numpy'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "names = {name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names\n"
+        "names = {name for name in names if not name.startswith('_')}\n"
+        "names = {name for name in names if getattr(sys.modules[name], '__file__', None)}\n"
+        f"print(*names, *({{*{modules!r}}} & set(sys.modules)), file=sys.stderr)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "Usage:" in result.stdout
+    return set(result.stderr.split()), result.stdout
 
 
 @pytest.mark.parametrize(
