@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 from checkpointing.host.environment import not_installed
@@ -30,7 +31,8 @@ _OPTIMIZERS = (
 def missing_package(config: Config) -> tuple[str, str] | None:
     """Return a key that asks for what this environment lacks, and what is wrong; None if there is none."""
     if config.tracking.aim_repo is not None and not _is_installed("aim"):
-        return "tracking.aim_repo", f"tracking.aim_repo is set, and {not_installed('Aim', 'aim')}, or unset it"
+        why = not_installed("Aim", "aim") if sys.version_info < (3, 13) else "Aim has no release for Python 3.13"
+        return "tracking.aim_repo", f"tracking.aim_repo is set, and {why}; install it, or unset this key"
     if config.model.attn_implementation == "flash_attention_2" and not _is_installed("flash_attn"):
         key = "model.attn_implementation"
         # It is built by pip, against the torch that is there: an extra of ours could not be installed.

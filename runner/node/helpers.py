@@ -60,8 +60,9 @@ class Helpers:
         """Prepare; nothing is started.
 
         `start_agent` calls its argument while it waits, and gives up once that is true. `check_gpus` is called when the
-        launcher has found GPUs, `each_turn` while that is waited for. An agent is killed after `quiet_timeout_s` without
-        an answer (120 at most). `on_agent_timeout` is called if one was waited for in vain, for so many seconds.
+        launcher has found GPUs, `each_turn` while that is waited for. An agent is killed after `quiet_timeout_s`
+        without an answer (120 at most); `on_agent_timeout` is called if one was waited for in vain, for so many
+        seconds.
         """
         self._start_agent, self._start_launcher = start_agent, start_launcher
         self._handle_agent, self._handle_launcher, self._on_timeout = on_agent, on_launcher, on_agent_timeout

@@ -46,3 +46,8 @@ def test_an_extra_can_be_installed(extras: str, wheel: Path, tmp_path: Path) -> 
     if "s3" in extras.split(","):
         # pip went back to the oldest s3fs, or further.
         assert found["s3fs"] == found["fsspec"] and int(found["s3fs"].partition(".")[0]) >= 2026, found
+
+
+def test_its_size_is_that_in_the_documentation(wheel: Path) -> None:  # noqa: F811
+    text = (ROOT / "docs" / "getting-started.md").read_text()
+    assert f"the wheel itself is {wheel.stat().st_size / 1e6:.1f} MB" in text
