@@ -37,6 +37,8 @@ _HINTS = re.compile(
 _NASTY = ["x\x1b[31mred", "two\nlines", "bell\x07", "é", "a b", "\u202eright-to-left", "%s {0}", "-", "'", '"']
 _WORDS = ["soon", "two", "1.5.2", "{", "[1, 2", "{a: 1}", "", "null null", "0x"]
 _PROGRAM_COMMANDS = ("start", "rehearse", "chaos")
+# Those that take a LOCATION.
+_LOCATED = ("checkpoints", "status", "report", "logs", "save", "stop")
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Desk:
     def sound(self, path: tuple[str, ...]) -> list[str]:
         """Return a command with all that it requires."""
         arguments = list(path)
-        if path[0] in ("checkpoints", "status", "report"):
+        if path[0] in _LOCATED:
             arguments.append(str(self.folder / "checkpoints"))
         if path[-1] == "export":
             arguments += ["5", str(self.folder / "exported")]
@@ -272,7 +274,7 @@ def variable(desk: Desk) -> Mistake:
 
 
 def location(desk: Desk) -> Mistake:
-    path = desk.of(*(path for path in _COMMAND_TREE if path[0] in ("checkpoints", "status", "report")))
+    path = desk.of(*(path for path in _COMMAND_TREE if path[0] in _LOCATED))
     broken = desk.folder / f"broken-{desk.random.getrandbits(30):x}"
     broken.mkdir()
     journal = desk.of(b"", b"{", b"\x00" * 100, b'{"a": 1}\n', b"null\n[]\n", b'{"event": "run_started"}\n')

@@ -156,7 +156,7 @@ def test_what_a_script_shows_itself_is_not_repeated(
     output: Terminal, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     display = shown(output, monkeypatch, live=False)
-    display.state = ProgressState(1, 30, 120, 2.5, committed_step=None, activity="step 30")
+    display.state = ProgressState(1, 30, 120, 2.5, committed_step=None, activity="step 30", trains=True)
     display.pass_on(1, b" 25%|##", "rank 0")
     display.refresh()
     display.state.committed_step = 20
