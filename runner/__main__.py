@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 
 from checkpointing.host.environment import not_installed
 from runner.errors import ExitCode
@@ -10,6 +12,8 @@ from runner.errors import ExitCode
 
 def main() -> None:
     """Run the command line; report missing packages in one line."""
+    # What a command has started, and its temporary files, end with it, as at Ctrl-C; `start` stops in its own way.
+    signal.signal(signal.SIGTERM, _end)
     try:
         from runner.cli.main import main as run
 
@@ -20,6 +24,12 @@ def main() -> None:
             raise
         print(f"runner: error: {not_installed(error.name, 'runner')}", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    # Once: what cleans up is not interrupted.
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class ExitCode(IntEnum):
 
     Nothing to do: `best_model` in the folder of the run holds the result."""
     USAGE = 2
-    """The configuration or the command line is wrong, or another runner uses the run.
+    """The configuration, the command line or the script's syntax is wrong, or another runner uses the run.
 
     Fix what the message names. A restart does not help."""
     STORAGE_FAILED = 74  # EX_IOERR
@@ -110,7 +110,7 @@ def unusable(text: str, error: OSError) -> RunnerError:
         return StorageFull(f"{text}; {what}, then start again")
     if number in PASSING_ERRNOS:
         return StorageFailed(f"{text}; start again when that works")
-    return UsageError(text)
+    return UsageError(f"{text}; choose another path, or correct this one")
 
 
 def _lacks_inodes(path: object) -> bool:

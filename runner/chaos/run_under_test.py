@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from checkpointing.host.interpreter import module_command
 from runner.config.load import CONFIG_VARIABLES
 from runner.journal.events import Entry, RankStarted, RunStarted
 from runner.journal.journal import JOURNAL_NAME, JournalReader
+from runner.session.session import short_temporary_folder
 from runner.system import processes
 
 # In the environment of all processes of a run.
@@ -70,7 +72,12 @@ class RunUnderTest:
         self.temporary.mkdir(parents=True, exist_ok=True)
         # The user's own settings (OUTPUT_DIR, BATCH_SIZE, …) would change the job.
         inherited = {name: value for name, value in os.environ.items() if name not in CONFIG_VARIABLES}
-        own = {"TMPDIR": str(self.temporary), "TOKENIZERS_PARALLELISM": "false", MARK_ENV: self._mark}
+        # Its runner's sockets, where the name of the folder above is too long for them: a killed one leaves them.
+        self._sockets = tempfile.TemporaryDirectory(
+            prefix="chaos-", dir=short_temporary_folder(), ignore_cleanup_errors=True
+        )
+        own = {"TMPDIR": str(self.temporary), "XDG_RUNTIME_DIR": self._sockets.name}
+        own |= {"TOKENIZERS_PARALLELISM": "false", MARK_ENV: self._mark}
         self._environment = {**inherited, **own, **(environment or {})}
         self._log = (folder / "output.log").open("ab")
 
@@ -85,8 +92,9 @@ class RunUnderTest:
         self.close()
 
     def close(self) -> None:
-        """Close its output."""
+        """Close its output, and remove what a killed runner has left."""
         self._log.close()
+        self._sockets.cleanup()
 
     def start(self) -> None:
         """Run the command, again if it has ended."""
@@ -237,7 +245,10 @@ def stored_differences(
     """
     command = module_command("runner.chaos.compare", json.dumps(first), json.dumps(second), *flags)
     command += [f"--{name}={value}" for name, value in options.items() if value is not None]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # Of its own, since it is killed where this process is stopped.
+    with tempfile.TemporaryDirectory(prefix="chaos-compare-") as scratch:
+        environment = {**os.environ, "TMPDIR": scratch}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         return [f"the comparison failed: {done.stderr[-1000:]}"]
     return list(json.loads(done.stdout))

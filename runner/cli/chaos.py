@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -104,7 +103,7 @@ def chaos(
         click.echo("\n".join(names))
         return
     if unknown := set(faults) - set(names):
-        raise UsageError(f"--fault {min(unknown)!r} is unknown; `runner chaos --list` shows all faults")
+        raise UsageError(f"--fault {min(unknown)!r} is unknown; use one that `runner chaos --list` shows")
     _check_options(job["program"], steps, deterministic=deterministic)
     if deterministic:
         job["settings"] = (*job["settings"], "trainer.full_determinism=true")
@@ -148,8 +147,6 @@ def chaos(
             fewest=fewest,
             report=click.echo,
         )
-    # As Ctrl-C: the nodes under test, and their networks, end with the campaign.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = campaign.run(kills, seconds=None if minutes is None else 60 * minutes, keep=keep)
     click.echo(render(result, seed))
     if json_file is not None:
@@ -165,7 +162,7 @@ def _check_options(program: str | None, steps: int | None, *, deterministic: boo
     if program is None and steps is not None:
         raise UsageError("--steps is for a PROGRAM; a configured job takes --set trainer.max_steps=N")
     if program is not None and deterministic:
-        raise UsageError("--deterministic is for a configured job; a PROGRAM sets its own algorithms")
+        raise UsageError("--deterministic is for a configured job; remove it, since a PROGRAM sets its own algorithms")
 
 
 def _length(steps: int) -> tuple[int, int]:

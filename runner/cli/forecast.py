@@ -109,7 +109,7 @@ def plan(
         gpus, size_of("--gpu-memory", gpu_memory), step_seconds, work_hours, mttf_hours, reclaims_per_day,
         size_of("--copy-rate", copy_rate),
     )  # fmt: skip
-    made = make_plan(config, assumptions)
+    made = make_plan(config, assumptions, say=lambda text: click.echo(f"runner: {text} …", err=True))
     if as_json:
         click.echo(json.dumps(made.to_dict(), indent=1))
         return

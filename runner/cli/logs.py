@@ -26,7 +26,6 @@ def logs(location: str | None, follow: bool, ranks: tuple[int, ...], attempt: in
     LOCATION is the folder of the run (default: $OUTPUT_DIR, or the newest run in ./runs), in a run of several nodes
     also the folder node-N in it. Where several ranks are shown, each line begins with its rank.
     """
-    from runner.journal.events import RankStarted
     from runner.journal.journal import JOURNAL_NAME, JournalReader
     from runner.ui.status import has_ended
 
@@ -42,10 +41,7 @@ def logs(location: str | None, follow: bool, ranks: tuple[int, ...], attempt: in
         over = has_ended(entries)
         newest = attempt or max((entry.attempt for entry in entries), default=0)
         for number in range(shown or newest, newest + 1):
-            started = {e.event.rank for e in entries if e.attempt == number and isinstance(e.event, RankStarted)}
-            files = logs_of(folder / "logs", number)
-            # Folders are named by local rank; those of a node are consecutive.
-            by_rank = {min(started, default=0) + local: paths for local, paths in files.items()}
+            by_rank = logs_of(folder / "logs", number)
             if number == newest and not follow:
                 _check(by_rank, ranks, number)
             for rank, paths in by_rank.items():
@@ -86,7 +82,7 @@ class _Printed:
 
 
 def logs_of(folder: Path, attempt: int | None) -> dict[int, list[Path]]:
-    """Return the files with the output of each rank of an attempt (default: the newest) on a node, by local rank."""
+    """Return the files with the output of each rank of an attempt (default: the newest) on a node, by rank."""
     attempts = {
         int(number): path
         for path in folder.glob("attempt-*")
@@ -95,7 +91,7 @@ def logs_of(folder: Path, attempt: int | None) -> dict[int, list[Path]]:
     if not attempts:
         return {}
     found: dict[int, list[Path]] = {}
-    for path in sorted(attempts.get(attempt or max(attempts), Path(folder, "none")).rglob("std*.log")):
-        if path.parent.name.isdecimal():
-            found.setdefault(int(path.parent.name), []).append(path)
-    return found
+    for path in attempts.get(attempt or max(attempts), Path(folder, "none")).glob("rank*/std*.log"):
+        if (number := path.parent.name.removeprefix("rank")).isdecimal():
+            found.setdefault(int(number), []).append(path)
+    return {rank: sorted(paths) for rank, paths in sorted(found.items())}

@@ -11,7 +11,6 @@ import click
 
 from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.host.limits import explained
-from checkpointing.storage.object_store import StorageTimeout
 from runner import __version__
 from runner.cli import ask, chaos, checkpoints, forecast, inspect, logs, rehearse, start
 from runner.errors import ExitCode, RunnerError, unusable, with_path
@@ -92,7 +91,9 @@ def main() -> None:
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        click.echo(visible(shown.getvalue()), err=True, nl=False)
         sys.exit(ExitCode.USAGE)
     except click.Abort:
         sys.exit(130)
@@ -100,13 +101,15 @@ def main() -> None:
         _exit(error, error.exit_code)
     except CheckpointError as error:
         _exit(error, ExitCode.BUDGET_SPENT if isinstance(error, StorageUnreachable) else ExitCode.USAGE)
-    except StorageTimeout as error:
-        _exit(error, ExitCode.BUDGET_SPENT)
     except (OSError, RuntimeError) as error:
         _exit_for(error)
 
 
 def _exit_for(error: OSError | RuntimeError) -> NoReturn:
+    from checkpointing.storage.object_store import StorageTimeout
+
+    if isinstance(error, StorageTimeout):
+        _exit(error, ExitCode.BUDGET_SPENT)
     if isinstance(error, RuntimeError):
         # Python has no type for a thread that cannot be started.
         if not (limit := explained(str(error))):

@@ -50,8 +50,8 @@ _CONFIG_OPTIONS = [
     ),
     click.option(
         "--nproc-per-node",
-        metavar="auto|N",
-        help="Number of ranks on this node (default: auto, one per GPU, or 2 without GPUs).",
+        metavar="auto|gpu|N",
+        help="Number of ranks on this node (default: auto, one per GPU, or 2 without GPUs; gpu refuses such a node).",
     ),
     click.option(
         "--nnodes",
@@ -113,7 +113,7 @@ def load_program(options: dict[str, Any], restart: dict[str, Any] | None = None)
         UsageError: The command line or the configuration is invalid.
     """
     from runner.program.nested_launchers import unnested
-    from runner.program.program import find_program
+    from runner.program.program import check_syntax, find_program
 
     rest = dict(options)
     word, args, module, command = (rest.pop(name) for name in ("program", "args", "module", "no_python"))
@@ -121,6 +121,7 @@ def load_program(options: dict[str, Any], restart: dict[str, Any] | None = None)
     if program is None:
         return None, load(rest, restart)
     nested = unnested(program, os.environ)
+    check_syntax(nested.inner or nested.program)
     own = {f"launch.{name}": value for name, value in rest.items() if value is not None}
     for key, value, said in nested.settings:
         if key in own and str(own[key]) != str(value):
@@ -180,5 +181,5 @@ def size_of(option: str, text: str | None) -> int | None:
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
     if size == 0:
-        raise UsageError(f"{option} {text}: must be above 0")
+        raise UsageError(f"{option} {text}: must be above 0; write for example 80GiB")
     return size

@@ -54,7 +54,8 @@ def rehearse(
     from runner.system import processes
 
     program, config = load_program({**run, "output_dir": None}, {})
-    folder = Path(run["output_dir"] or tempfile.mkdtemp(prefix="rehearse-")).absolute()
+    is_temporary = run["output_dir"] is None
+    folder = Path(tempfile.mkdtemp(prefix="rehearse-") if is_temporary else run["output_dir"]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty; choose another --output-dir, or leave it out")
@@ -72,8 +73,15 @@ def rehearse(
         limit_s=limit * 60,
         report=report,
     )
-    findings = job.rehearse([moment for moment in MOMENTS if all_moments or not moment.is_optional])
-    ranks = f"{config.launch.nproc_per_node} ranks" if config.launch.nproc_per_node != "auto" else "all ranks"
+    try:
+        findings = job.rehearse([moment for moment in MOMENTS if all_moments or not moment.is_optional])
+    except (KeyboardInterrupt, SystemExit):
+        # Stopped: nothing was found that its files would show.
+        if is_temporary and not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    nproc = config.launch.nproc_per_node
+    ranks = f"{nproc} ranks" if isinstance(nproc, int) else "all ranks"
     text = render(findings, program.label if program is not None else "the bundled job", ranks, steps)
     click.echo(json.dumps(to_json(findings, steps), indent=2) if as_json else text)
     if findings.is_safe and not keep:

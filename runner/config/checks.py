@@ -5,16 +5,25 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from checkpointing.host.environment import not_installed
+from runner.config.packages import missing_package
 from runner.config.schema import DATA_LOADERS, DEFAULT_CONFIG, Config
 from runner.errors import GpuMissing, UsageError
+from runner.system.text import shortened
 
 SourceOf = Callable[[str], str]
 """Names where a key was set: the YAML file, an environment variable, or the command line."""
+
+
+# Where the device files of accelerators are, and their names: CUDA, also in WSL, ROCm, XPU.
+DEVICES = Path("/dev")
+_DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "dri/renderD*")
+_NO_GPU = "launch.nproc_per_node=gpu needs a GPU, and this machine has none: use auto, or a number of ranks"
 
 
 class _Refused(Exception):
@@ -48,8 +57,22 @@ def check_all(config: Config, source_of: SourceOf, *, needs_data: bool) -> None:
         raise UsageError(f"{source_of(key)}: {problem}") from None
 
 
-def check_model(config: Config) -> None:
-    """Check that a model is configured and, if it is a folder, exists; raises UsageError."""
+# Fields of a new model's configuration that are set from elsewhere, and where.
+_OF_NEW_MODELS = {
+    "vocab_size": "model.vocab_size",
+    "attn_implementation": "model.attn_implementation",
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), "those of its tokenizer, and leave it out"),
+}
+# Fields of a model's configuration that say the sizes of its tensors.
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def check_model(config: Config, source_of: SourceOf) -> None:
+    """Check that a model is configured and, if it is a folder, exists, and that what the job asks for is installed.
+
+    Raises:
+        UsageError: A check failed.
+    """
     if config.model.name_or_path is None and not config.model.config:
         raise UsageError(
             "no model is configured; set model.name_or_path (variable MODEL_NAME) to a hub name or a local folder, or "
@@ -58,6 +81,28 @@ def check_model(config: Config) -> None:
     name = config.model.name_or_path
     if name is not None and _is_path(name) and not Path(name).is_dir():
         raise UsageError(f"model.name_or_path={name!r} does not exist; give a model's folder, or a Hub name")
+    if name is None and (taken := [key for key in _OF_NEW_MODELS if key in config.model.config]):
+        where, instead = source_of("model.config"), _OF_NEW_MODELS[taken[0]]
+        raise UsageError(f"{where}: model.config.{taken[0]} cannot be set for a new model: use {instead}")
+    sizes = [key for key in _SIZES if key in config.model.config]
+    if name is not None and sizes and not _has_sizes(Path(name), config.model.config, sizes):
+        raise UsageError(
+            f"{source_of('model.config')}: model.config sets sizes ({', '.join(sizes)}), and the weights of "
+            f"model.name_or_path={shortened(repr(name))} have their own: remove these from model.config, or "
+            "model.name_or_path"
+        )
+    if (missing := missing_package(config)) is not None:
+        key, problem = missing
+        raise UsageError(f"{source_of(key)}: {problem}")
+
+
+def _has_sizes(folder: Path, given: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return whether the model in a folder has these sizes."""
+    try:
+        own = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return all(isinstance(own, dict) and own.get(name) == given[name] for name in names)
 
 
 def _is_path(name: str) -> bool:
@@ -69,10 +114,12 @@ def _is_path(name: str) -> bool:
 
 def _check_nodes(config: Config) -> None:
     launch = config.launch
-    if launch.nproc_per_node != "auto" and launch.nproc_per_node < 1:
+    if launch.nproc_per_node == "gpu" and not any(path for name in _DEVICE_FILES for path in DEVICES.glob(name)):
+        raise _Refused("launch.nproc_per_node", _NO_GPU)
+    if launch.node_rank >= launch.nnodes > 1 and launch.min_nodes is None:
         raise _Refused(
-            "launch.nproc_per_node",
-            f"launch.nproc_per_node={launch.nproc_per_node} is not allowed: use auto or a number from 1",
+            "launch.node_rank",
+            f"node rank {launch.node_rank} is not one of {launch.nnodes} nodes; use 0 to {launch.nnodes - 1}",
         )
     if launch.min_nodes is not None and launch.world_size is None and launch.min_nodes > launch.nnodes:
         raise _Refused(
@@ -217,7 +264,12 @@ def _check_mesh(config: Config) -> None:
             "frozen base",
         )
     nproc = launch.nproc_per_node
-    if launch.min_nodes is not None and launch.min_nodes != launch.nnodes and nproc != "auto" and nproc % mesh.ranks:
+    if (
+        launch.min_nodes is not None
+        and launch.min_nodes != launch.nnodes
+        and isinstance(nproc, int)
+        and nproc % mesh.ranks
+    ):
         raise _Refused(
             "strategy",
             f"{what} needs {mesh.ranks} ranks for each copy, and nodes of {nproc} come and go (--nnodes): choose a "
@@ -289,7 +341,7 @@ def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
         UsageError: The settings contradict each other.
     """
     launch = config.launch
-    nproc = (accelerators or 2) if launch.nproc_per_node == "auto" else launch.nproc_per_node
+    nproc = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else accelerators or 2
     nnodes = launch.nnodes
     if launch.world_size is not None and nnodes == 1:
         if launch.world_size % nproc:
@@ -333,6 +385,16 @@ def check_same_nnodes(own: int, leaders: int) -> None:
             f"this node was started with --nnodes {own}, the leader with --nnodes {leaders}; start all nodes with the "
             "same number"
         )
+
+
+def check_has_gpu(config: Config) -> None:
+    """Refuse to start ranks on a CPU where one for each GPU was asked for. Called if torch finds none.
+
+    Raises:
+        UsageError: That was asked for.
+    """
+    if config.launch.nproc_per_node == "gpu":
+        raise UsageError(_NO_GPU)
 
 
 def check_promised_gpu(config: Config, environment: Mapping[str, str], devices: Path) -> None:

@@ -9,16 +9,18 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from runner.config import trainer_options
+from runner.config.accepted import accepted, key_at
 from runner.config.checks import SourceOf, check_all, check_model
 from runner.config.schema import DEFAULT_CONFIG, Config, MeshConfig
 from runner.errors import UsageError
 from runner.program.program import Program
+from runner.system.text import choice_of, shortened
 
 # Variable → dotted configuration key. The names are common in PyTorch, Kubeflow and Hugging Face.
 CONFIG_VARIABLES: dict[str, str] = {
@@ -84,7 +86,7 @@ def load_config(
         sources[key] = f"environment variable {variable}"
     for key, value, written in settings:
         overrides.append((key, value, written))
-        sources[key] = f"command line {written}"
+        sources[key] = f"command line {shortened(written)}"
     if "launch.nnodes" in sources:
         # It says nothing more then; where PET_NPROC_PER_NODE is auto, Kubeflow's Training Operator counts pods in it.
         overrides = [override for override in overrides if override[2] != "WORLD_SIZE"]
@@ -107,7 +109,7 @@ def load_config(
     config.trainer = trainer_options.validate(config.trainer, source_of)
     check_all(config, source_of, needs_data=needs_data)
     if needs_data and program is None:
-        check_model(config)
+        check_model(config, source_of)
     return config
 
 
@@ -200,14 +202,18 @@ def parse_setting(text: str) -> tuple[str, Any, str]:
     """
     key, separator, value = text.partition("=")
     if not separator or not key:
-        raise UsageError(f"--set {text!r}: not KEY=VALUE; write for example --set trainer.learning_rate=1e-4")
+        raise UsageError(
+            f"--set {shortened(repr(text))}: not KEY=VALUE; write for example --set trainer.learning_rate=1e-4"
+        )
     if not text.isascii() and text != text.encode(errors="replace").decode():
-        raise UsageError(f"--set {text!r}: bytes that are no UTF-8 cannot be written to the configuration; rename it")
+        raise UsageError(
+            f"--set {shortened(repr(text))}: bytes that are no UTF-8 cannot be written to the configuration; rename it"
+        )
     plain = value.strip("\n")
     try:
         parsed = yaml.load(plain, _Loader)
     except yaml.YAMLError:
-        raise UsageError(f"--set {text!r}: the value is not valid YAML; quote it") from None
+        raise UsageError(f"--set {shortened(repr(text))}: the value is not valid YAML; quote it") from None
     if isinstance(parsed, str) and "\n" in plain and plain[0] not in "\"'|>":
         # YAML reads a line break in a plain text as a space: another file.
         parsed = plain
@@ -219,14 +225,23 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         document = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UsageError(f"--config {file}: {error.strerror}; give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{file}: not UTF-8 text; give a YAML file") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{file}: not valid YAML{_place_of(error)}; correct it") from None
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise UsageError(f"{file}: not a mapping; write one with the keys {', '.join(Config.model_fields)}")
     # A section whose keys are all comments reads as null.
     return {key: value for key, value in document.items() if value is not None or key not in Config.model_fields}
+
+
+def _place_of(error: yaml.YAMLError) -> str:
+    """Return where a text is no YAML, and why, as far as that is known."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    return f"{where} ({shortened(problem or getattr(error, 'reason', '') or str(error), 120)})"
 
 
 def _set(document: dict[str, Any], key: str, value: Any, written: str) -> None:
@@ -236,7 +251,10 @@ def _set(document: dict[str, Any], key: str, value: Any, written: str) -> None:
         if child is None:
             child = document[parent] = {}
         if not isinstance(child, dict):
-            raise UsageError(f"{written}: {parent}={child!r} is a value, not a section; remove one of the two")
+            raise UsageError(
+                f"{shortened(written)}: {shortened(parent)}={shortened(repr(child))} is a value, not a section; remove "
+                "one of the two"
+            )
         document = child
     document[leaf] = value
 
@@ -247,16 +265,20 @@ def _explain(error: ValidationError, source_of: SourceOf) -> str:
     # Of a key that may be a name or a section, what is wrong in the section, if one was written.
     inside = [one for one in problems if _MESH in one["loc"] and one["type"] != "model_type"]
     problem = inside[0] if inside else problems[0]
-    location = [str(part) for part in problem["loc"] if part not in ("int", _MESH)]
-    location = [part for part in location if not part.startswith("literal[")]
-    key = ".".join(location)
-    if problem["type"] == "extra_forbidden":
-        section: Any = Config
-        for part in location[:-1]:
-            annotation = section.model_fields[part].annotation
-            section = MeshConfig if MeshConfig in get_args(annotation) else annotation
-        allowed = ", ".join(section.model_fields)
-        return f"{source_of(key)}: unknown key {key} (value {problem['input']!r}); allowed here: {allowed}"
-    if problem["type"] in ("model_type", "dict_type"):
-        return f"{source_of(key)}: {key}={problem['input']!r} is not allowed: write a mapping of names to values"
-    return f"{source_of(key)}: {key}={problem['input']!r} is not allowed: {problem['msg'].lower()}"
+    location = [str(part) for part in problem["loc"]]
+    key, schema = key_at(location)
+    value = shortened(repr(problem["input"]))
+    if problem["type"] in ("extra_forbidden", "invalid_key"):
+        return _unknown_key(key, location[-1], value, schema, source_of)
+    if problem["type"] == "value_error":
+        return f"{source_of(key)}: {key}={value} is not allowed: {problem['ctx']['error']}"
+    return f"{source_of(key)}: {key}={value} is not allowed: use {accepted(schema)}"
+
+
+def _unknown_key(section: str, name: str, value: str, schema: Mapping[str, Any], source_of: SourceOf) -> str:
+    key = f"{section}.{name}" if section else name
+    known: Mapping[str, Any] = next(
+        (one["properties"] for one in (schema, *schema.get("anyOf", ())) if "properties" in one), {}
+    )
+    hint = choice_of(known, name, "see `runner config`, which prints all keys")
+    return f"{source_of(key)}: unknown key {shortened(key)} (value {value}); {hint}"

@@ -176,9 +176,15 @@ class CheckpointConfig(Section):
         return parse_bytes(str(self.memory_limit)) if self.memory_limit is not None else None
 
 
-def _torchruns_auto(value: Any) -> Any:
-    """Treat `gpu` and `cpu`, which torchrun also accepts and Kubeflow sets, like `auto`."""
-    return "auto" if value in ("gpu", "cpu") else value
+def _torchruns_counts(value: Any) -> Any:
+    """Read `xpu` and `cpu`, which torchrun also accepts and Kubeflow sets."""
+    return {"cpu": "auto", "xpu": "gpu"}.get(value, value) if isinstance(value, str) else value
+
+
+def _or_range(schema: dict[str, Any]) -> None:
+    """Add torchrun's MIN:MAX to the schema of a number."""
+    number = {"type": schema.pop("type"), "minimum": schema.pop("minimum")}
+    schema["anyOf"] = [number, {"type": "string", "pattern": "^[0-9]+(:[0-9]+)?$", "examples": ["2:4"]}]
 
 
 def split_nnodes(text: str) -> tuple[int, int] | None:
@@ -205,9 +211,12 @@ class ResumeConfig(Section):
 class LaunchConfig(Section):
     """Processes and nodes, named as in torchrun."""
 
-    nproc_per_node: Annotated[Literal["auto"] | int, BeforeValidator(_torchruns_auto)] = "auto"
-    """Number of ranks on this node. `auto` starts one per GPU, or 2 without GPUs."""
-    nnodes: int = Field(default=1, ge=1)
+    nproc_per_node: Annotated[
+        Literal["auto", "gpu"] | Annotated[int, Field(ge=1)], BeforeValidator(_torchruns_counts)
+    ] = "auto"
+    """Number of ranks on this node. `auto` starts one per GPU, or 2 without GPUs; `gpu` one per GPU, and nothing on a
+    node without GPUs."""
+    nnodes: int = Field(default=1, ge=1, json_schema_extra=_or_range)
     """Number of nodes; the largest number if `min_nodes` is set."""
     min_nodes: Annotated[int, Field(ge=1)] | None = Field(default=None, examples=[2])
     """Smallest number of nodes with which training continues when others are lost, as MIN in torchrun's `--nnodes
@@ -372,8 +381,8 @@ class TrackingConfig(Section):
     aim_repo: str | None = Field(default=None, examples=["/aim"])
     """Aim repository, a path or URL (variable AIM_REPO). Needs the extra `aim`. Without it nothing is tracked in
     Aim."""
-    experiment: str = "wilderness-survival"
-    """Name of the Aim experiment."""
+    experiment: str | None = Field(default=None, examples=["my-experiment"])
+    """Name of the Aim experiment. Without it the name of the run's folder."""
 
 
 class MonitoringConfig(Section):

@@ -11,18 +11,20 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from checkpointing.errors import CheckpointError
 from checkpointing.host.threads import in_background
 from checkpointing.storage import Storage, open_storage
-from runner.config.load import load_recorded
-from runner.config.schema import Config
 from runner.errors import RunnerError, UsageError
 from runner.journal.events import Entry, RunStarted
 from runner.journal.journal import EventStream, JournalReader
 from runner.journal.ledger import led_sessions
 from runner.journal.run_directory import RunDirectory
 from runner.recovery.restart_state import RestartState
+
+if TYPE_CHECKING:
+    from runner.config.schema import Config
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 # Seconds between two updates of the copy.
@@ -136,7 +138,7 @@ class History:
         self.unread = problem or others_problem
         sessions = {**self._others, **({own_id: self._own} if self._own else {})}
         if not sessions and self.unread:
-            raise UsageError(f"{self._place!r} cannot be read: {self.unread}")
+            raise UsageError(f"{self._place!r} cannot be read: {self.unread}; give the output_dir of a run")
         if not sessions:
             raise UsageError(
                 f"{self._place!r} holds no run; give the output_dir of one, or the location of its checkpoints"
@@ -226,12 +228,30 @@ class _Copy:
 
 def _durable(directory: RunDirectory) -> Storage | None:
     """Return the durable tier of the run in a folder if it has copies of journals; None otherwise."""
+    if _keeps_checkpoints_inside(directory):
+        return None
+    from runner.config.load import load_recorded
+
     try:
         config = load_recorded(directory.config)
     except RunnerError:
         return None
     config.move_to(directory.root)
     return config.tiers.durable if needs_copy(config) else None
+
+
+def _keeps_checkpoints_inside(directory: RunDirectory) -> bool:
+    """Return whether a run's configuration says for sure that checkpoints are in its folder, without loading it all.
+
+    Loading takes longer than everything else that `runner status` does.
+    """
+    try:
+        text = directory.config.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    # As `Config.to_yaml` writes it, and only there.
+    section = text.partition("\ncheckpoint:\n")[2]
+    return section.startswith("  location: null\n")
 
 
 def _prefix(lineage: str) -> str:

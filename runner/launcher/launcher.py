@@ -275,11 +275,12 @@ def _log_to_file(path: Path) -> None:
 
 def _launch(request: Message) -> Message:
     """Run one attempt to its end; return `finished`, `failures` that torchrun saw, and `error` if it failed itself."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from runner.launcher.known_nodes import register
+    from runner.launcher.rank_logs import RankLogs
 
     log_dir = Path(request["log_dir"])
     shutil.rmtree(log_dir, ignore_errors=True)
@@ -304,7 +305,7 @@ def _launch(request: Message) -> Message:
         max_restarts=0,
         monitor_interval=_MONITOR_INTERVAL_S,
         start_method="spawn" if request["cold"] else "forkserver",
-        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL),
+        logs_specs=RankLogs(log_dir),
         **{name: value for name, value in newer.items() if hasattr(LaunchConfig, name)},
     )
     register()

@@ -28,7 +28,7 @@ from checkpointing.agent.events import (
     TrainingStarted,
     Transfer,
 )
-from checkpointing.host.heartbeat import Heartbeat
+from checkpointing.host.heartbeat import Heartbeat, Phase
 from runner.journal.events import ProgramSaved, Progress, Record, parse_event
 from runner.journal.summary import describe_slow_ranks
 from runner.ui.progress import ProgressDisplay
@@ -81,17 +81,24 @@ class AgentEvents:
         self.fenced = None
         self._recorded_step, self._recorded_at = 0, 0.0
         self.program_start = self.program_step = 0
-        self._display.state.attempt, self._display.state.activity = number, "starting"
+        state = self._display.state
+        state.attempt, state.activity, state.trains = number, "loading libraries, and starting the ranks", False
 
     def show_heartbeats(self, beats: Iterable[Heartbeat], now: float) -> None:
         """Show the progress of the ranks, and record it every 10 s: a script may log seldom, or nothing."""
-        steps = [beat.step for beat in beats if beat.start_time]
-        if steps:
-            step = max(steps)
-            self._display.state.step, self._display.state.activity = step, f"step {step}"
+        state, beats = self._display.state, list(beats)
+        phases = {beat.phase for beat in beats}
+        begun = [beat for beat in beats if beat.start_time]
+        if begun:
+            step = max(beat.step for beat in begun)
+            state.trains = step > begun[0].start_step
+            what = "torch.compile, in the first step" if Phase.COMPILING in phases else f"computing step {step + 1}"
+            state.step, state.activity = step, f"step {step}" if state.trains else what
             if step != self._recorded_step and now - self._recorded_at >= _PROGRESS_EVERY_S:
                 self._recorded_step, self._recorded_at = step, now
                 self._record(Progress(step=step))
+        elif Phase.RESTORING in phases:
+            state.activity = "restoring the newest checkpoint"
         self._display.refresh()
 
     def handle(self, event: Event) -> None:

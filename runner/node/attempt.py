@@ -28,6 +28,7 @@ from runner.ranks.watch import (
     Started,
     StopSignal,
     UnprotectedProgram,
+    Working,
 )
 from runner.ranks.watchdog import Watchdog
 from runner.recovery.failure import Failure
@@ -124,6 +125,8 @@ class Attempt:
         match message:
             case Started():
                 self._record(RankStarted(rank=message.rank, pid=message.pid))
+                if self._job.program is not None:
+                    self._display.state.activity = f"{self._job.program.label} runs, and has taken no step yet"
                 if self._relay is not None and message.error_file:
                     self._relay.follow(Path(message.error_file).parent)
                 pidfd = self.ranks.started(message)
@@ -141,7 +144,10 @@ class Attempt:
                 found = NothingSaved(reason=reason)
                 self._record(found)
                 self._display.message(found.describe())
+            case Working():
+                self._display.state.activity = message.what
             case ProgramSteps():
+                self._display.state.trains = True
                 self._stepped_at = self._stepped_at or machine_clock()
             case ProgramCheckpoint(report=report):
                 self._checkpoints.handle_program(report)

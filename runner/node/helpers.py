@@ -50,6 +50,7 @@ class Helpers:
         on_launcher: Callable[[Message], None],
         on_agent_timeout: Callable[[float], None],
         check_gpus: Callable[[], None] = lambda: None,
+        each_turn: Callable[[], None] = lambda: None,
         grace_s: float,
         quiet_timeout_s: float,
         loop: EventLoop,
@@ -59,12 +60,13 @@ class Helpers:
         """Prepare; nothing is started.
 
         `start_agent` calls its argument while it waits, and gives up once that is true. `check_gpus` is called when the
-        launcher has found GPUs. An agent is killed after `quiet_timeout_s` without an answer (120 at most).
-        `on_agent_timeout` is called if one was waited for in vain, for so many seconds.
+        launcher has found GPUs, `each_turn` while that is waited for. An agent is killed after `quiet_timeout_s`
+        without an answer (120 at most); `on_agent_timeout` is called if one was waited for in vain, for so many
+        seconds.
         """
         self._start_agent, self._start_launcher = start_agent, start_launcher
         self._handle_agent, self._handle_launcher, self._on_timeout = on_agent, on_launcher, on_agent_timeout
-        self._check_gpus, self._grace_s = check_gpus, grace_s
+        self._check_gpus, self._each_turn, self._grace_s = check_gpus, each_turn, grace_s
         self._loop, self._stop, self._host = loop, stop, host
         self.agent: AgentHelper | None = None
         self.launcher: LauncherHelper | None = None
@@ -91,6 +93,7 @@ class Helpers:
         deadline = self._host.monotonic() + _LAUNCHER_TIMEOUT_S
         while self.accelerators is None and not self._stop:
             self._loop.pump(_SOON_S)
+            self._each_turn()
             if not self.launcher.alive:
                 status = self.launcher.returncode
                 assert status is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checkpointing.agent.protocol import Message
 from checkpointing.host.threads import in_background
-from runner.config.checks import check_has_rank, check_promised_gpu, check_same_nnodes, shape_of
+from runner.config.checks import check_has_gpu, check_has_rank, check_promised_gpu, check_same_nnodes, shape_of
 from runner.config.schema import Config
 from runner.journal.attempts import AttemptResult, AttemptSpec, Job
 from runner.journal.events import AgentEndedEarly, ColdStart, Record
@@ -74,6 +74,7 @@ class Node:
         self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
         self._host = host or Host()
         self.checkpoints = AgentEvents(display, record)
+        display.state.activity = "loading torch"
         self.others_busy = self.has_state = self.leads = False
         self._attempt: Attempt | None = None
         self._patience = 1.0
@@ -90,6 +91,7 @@ class Node:
             on_launcher=self._on_launcher,
             on_agent_timeout=self._on_agent_timeout,
             check_gpus=check_gpus,
+            each_turn=display.refresh,
             grace_s=config.restart.grace_s,
             quiet_timeout_s=config.restart.quiet_timeout_s,
             loop=loop,
@@ -120,6 +122,8 @@ class Node:
         assert accelerators is not None
         if not accelerators and self._helpers.torch_has_cuda:
             check_promised_gpu(self._config, os.environ, Path("/dev"))
+        if not accelerators:
+            check_has_gpu(self._config)
         nnodes, nproc = shape_of(self._config, accelerators)
         check_has_rank(self._config, nnodes)
         return nnodes, nproc

@@ -18,6 +18,7 @@ from runner.config.checks import shape_of
 from runner.config.schema import Config
 from runner.errors import UsageError
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
+from runner.plan.known_shapes import LIBRARIES_BYTES, known_shape
 from runner.plan.memory_need import ModelShape, PlannedJob, examine_model
 from runner.plan.simulate.engine import Forecast
 from runner.plan.simulate.scenario import GPU_MTTF_S, HOUR_S, Scenario
@@ -108,8 +109,16 @@ def make_plan(
     *,
     find: Callable[[], list[Gpu]] = find_gpus,
     examine: Callable[[Config], ModelShape] = examine_model,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Compute the plan; `find` returns the GPUs of this node, and `examine` measures the model.
+    """Compute the plan.
+
+    Args:
+        config: The run.
+        given: What the user states.
+        find: Returns the GPUs of this node.
+        examine: Measures a model whose sizes cannot be computed.
+        say: Told what is done next, where that takes seconds.
 
     Raises:
         UsageError: The model cannot be built, or checkpoint.location cannot be used.
@@ -118,7 +127,12 @@ def make_plan(
     on_gpu = bool(found) or given.gpus is not None or given.gpu_memory is not None
     nnodes, nproc = shape_of(config, given.gpus or len(found))
     memory = _memory_of_rank(given, found, nproc)
-    model = examine(config)
+    model = known_shape(config)
+    if model is None:
+        say("building the model without its weights, to count them; loading torch and transformers may take a minute")
+        model = examine(config)
+    elif not on_gpu:
+        assumed.append(f"{gb(LIBRARIES_BYTES)} of libraries in each process, with torch for CPUs")
     job = PlannedJob.of(config, nnodes * nproc, nproc, on_gpu=on_gpu)
     ways = options(model, job, memory)
     chosen, why = choose(ways, job)
@@ -139,6 +153,7 @@ def make_plan(
         assumed.append(f"{copy_rate / 1e9:.0f} GB/s from a GPU into memory (--copy-rate)")
     else:
         copy_rate = _memory_rate()
+    say(f"measuring how fast {config.checkpoint_location} is written and read")
     write_rate, read_rate = _rates(config, chosen.need.checkpoint_bytes)
     prices = saving(
         model,

@@ -43,7 +43,7 @@ _VARIABLES = {
     "MASTER_PORT": "master_port",
 }
 # As torchrun counts GPUs where it is given one of these.
-_COUNTED = {"auto", "gpu", "cpu", "xpu"}
+_COUNTED = {"auto": "auto", "cpu": "auto", "gpu": "gpu", "xpu": "gpu"}
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def unnested(program: Program, environment: Mapping[str, str]) -> Nested:
     settings: dict[str, tuple[Any, str]] = {}
 
     def add(key: str, value: Any, said: str) -> None:
-        value = "auto" if str(value) in _COUNTED else value
+        value = _COUNTED.get(str(value), value)
         if key in settings and str(settings[key][0]) != str(value):
             raise UsageError(f"{settings[key][1]} and {said} contradict each other; pass one of them")
         settings[key] = (value, said)

@@ -7,6 +7,8 @@ import re
 import shutil
 import sys
 import sysconfig
+import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.machinery import PathFinder
@@ -102,7 +104,7 @@ def find_program(
         return _after_python(args)
     path = Path(word)
     if path.suffix in (".yaml", ".yml"):
-        raise UsageError(f"{word!r} is no program; a configuration file is passed as --config {word}")
+        raise UsageError(f"{word!r} is no program; pass a configuration file as --config {word}")
     if path.is_file() and _is_installed(path):
         return _command(word, path, args)
     if path.is_file() and not command:
@@ -118,11 +120,35 @@ def find_program(
     )
 
 
+def check_syntax(program: Program) -> None:
+    """Refuse a program that Python cannot compile, which would be found once everything has started; UsageError.
+
+    The text is the one that Python itself shows. What the program imports is not looked at.
+    """
+    file = program.file
+    try:
+        source = file.read_bytes() if file is not None and file.is_file() else b""
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}; correct its permissions") from None
+    if file is None or (file.suffix != ".py" and b"\0" in source):
+        # Compiled, or an archive.
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(source, str(file), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        text = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UsageError(f"Python cannot compile the script, and nothing was started; correct it:\n{text}") from None
+
+
 def _module(name: str, args: Sequence[str]) -> Program:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
-        raise UsageError(f"-m {name}: not the name of a module; a file is passed without -m")
+        raise UsageError(f"-m {name}: not the name of a module; pass a file without -m")
     if _spec_of_module(name) is None:
-        raise UsageError(f"-m {name}: there is no such module in {sys.prefix}, or below the working directory")
+        raise UsageError(
+            f"-m {name}: there is no such module in {sys.prefix}, or below the working directory; install it, or pass "
+            "the path of a file without -m"
+        )
     return Program("module", name, tuple(args))
 
 

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-# Names of the files in which torchrun keeps a rank's standard output and error, next to its error file.
-STDOUT_NAME, STDERR_NAME = "stdout.log", "stderr.log"
+# Names of the files in which torchrun keeps a rank's standard output and error, and how it has failed.
+STDOUT_NAME, STDERR_NAME, ERROR_NAME = "stdout.log", "stderr.log", "error.json"
 _INTERVAL_S = 0.2
 _CHUNK_BYTES = 64 * 1024
 # Seconds that a stopped terminal (Ctrl-S), or a pipe without a reader, may delay the end.

@@ -94,6 +94,14 @@ class UnprotectedProgram(_Message):
     reason: _Text
 
 
+class Working(_Message):
+    """What the first rank of the bundled job does before its first step."""
+
+    event: Literal["working"]
+    rank: _Count
+    what: Annotated[str, Field(max_length=100)]
+
+
 class ProgramSteps(_Message):
     """An optimizer of a program has taken its first step."""
 
@@ -119,6 +127,7 @@ RankMessage = (
     | UnprotectedProgram
     | ProgramSteps
     | ProgramCheckpoint
+    | Working
 )
 _ANY_MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(discriminator="event")])
 

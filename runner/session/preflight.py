@@ -127,7 +127,7 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
     # The supervisor checks `auto` once torch has counted the accelerators: no other tool counts all kinds.
     # Virtual ranks are shared by any number of ranks.
     must_divide = config.elastic.mode != "exact"
-    if must_divide and launch.nproc_per_node != "auto" and launch.world_size is None:
+    if must_divide and isinstance(launch.nproc_per_node, int) and launch.world_size is None:
         samples = samples_per_step(tiers.catalog)
         record = RestartState.from_json(tiers.durable.sidecars.read_restart_state())
         if samples is not None and counts_samples(job, record):

@@ -32,7 +32,7 @@ UNSAVED_STOP_TEXT = "nothing of this program is saved so far: it is sent SIGTERM
 _LONGEST_FOLDER_BYTES = 38
 
 
-def _temporary_folder() -> str:
+def short_temporary_folder() -> str:
     """Return the user's temporary folder (TMPDIR), or another one if that leaves no room for the name of a socket."""
     folder = tempfile.gettempdir()
     others = (os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp", "/dev/shm")
@@ -85,7 +85,7 @@ class Session:
         self._stack.callback(self._close_journal)
         # The name is short, and different for each run.
         mine = hashlib.blake2b(f"{self.run_id}/{rank}".encode(), digest_size=5).digest()
-        folder, prefix = _temporary_folder(), f"runner-{base64.b32encode(mine).decode().lower()}"
+        folder, prefix = short_temporary_folder(), f"runner-{base64.b32encode(mine).decode().lower()}"
         for left in Path(folder).glob(f"{prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
         runtime = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 # What terminals take for commands (C0 but for tab and newline, DEL, C1), and what reverses the order of a line.
 _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+# Characters of a list that is read.
+_SHORT = 180
 
 
 def visible(text: str) -> str:
@@ -15,6 +19,22 @@ def visible(text: str) -> str:
     An error, a file's name or a record may contain what moves the cursor, hides lines or types for the user.
     """
     return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """Return a text of others with its middle left out if it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - most // 3]}…{text[-(most // 3) :]}"
+
+
+def choice_of(names: Collection[str], given: str, otherwise: str) -> str:
+    """Return which of the accepted names may have been meant: all if they are few, those alike, or `otherwise`."""
+    listed = ", ".join(names)
+    if names and len(listed) <= _SHORT:
+        return f"use one of {listed}"
+    import difflib
+
+    alike = difflib.get_close_matches(given, names, n=3)
+    return f"did you mean {' or '.join(alike)}?" if alike else otherwise
 
 
 def all_visible(values: Any) -> Any:
@@ -46,8 +66,3 @@ def duration(seconds: float) -> str:
     if hours < 24:
         return f"{hours:.0f} h {minutes % 60:.0f} min"
     return f"{days:.0f} d {hours % 24:.0f} h"
-
-
-def shortened(text: str, limit: int = 300) -> str:
-    """Return a text, cut with an ellipsis where it is longer than `limit` characters."""
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -56,12 +56,14 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING)
 
     args = training_arguments(config)
+    sender.say("reading the data")
     with args.main_process_first(desc="data"):
         dataset, held_back = load_training_data(config.data, Path(cache), seed=args.seed)
     mesh = config.mesh if int(os.environ["WORLD_SIZE"]) > 1 else None
     if mesh is not None and args.use_cpu:
         # accelerate accepts no mesh on a CPU, where trials use the same code path.
         setattr(ParallelismConfig, "_validate_accelerator", lambda *_: None)  # noqa: B010
+    sender.say("building the model" if config.model.name_or_path is None else "loading the model")
     model, tokenizer = build(
         config.model, config.method, dataset, Path(cache), bf16=args.bf16, seed=args.seed, mesh=mesh
     )
@@ -72,6 +74,7 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
         load = functools.partial(load_model, config.model, bf16=args.bf16)
         callbacks.append(BaseWeights(model, load, args.device))
     trainer_class = _ShardingOnCpu if args.fsdp and args.use_cpu else SFTTrainer
+    sender.say("tokenising the data, and preparing the first step")
     trainer = trainer_class(
         model=model,
         args=args,
@@ -258,7 +261,8 @@ class _ShardingOnCpu(SFTTrainer):
 def _trackers(config: Config, rank: int) -> list[AimTracker]:
     if config.tracking.aim_repo is None or rank != 0:
         return []
-    return [AimTracker(config.tracking.aim_repo, config.tracking.experiment, config.checkpoint_location)]
+    experiment = config.tracking.experiment or Path(config.output_dir).name
+    return [AimTracker(config.tracking.aim_repo, experiment, config.checkpoint_location)]
 
 
 def prepare(config_path: str, cache: Path) -> None:

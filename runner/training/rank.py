@@ -61,6 +61,11 @@ class EventSender:
                         return None
                     time.sleep(0.001)
 
+    def say(self, what: str) -> None:
+        """Have the console say what the first rank does before its first step, if that takes long."""
+        if os.environ["RANK"] == "0":
+            self.send_surely("working", rank=0, what=what)
+
     def _send(self, event: str, details: dict[str, Any]) -> None:
         # An exception's text may quote a name that is not UTF-8.
         texts = {name: printable(value) for name, value in details.items() if isinstance(value, str)}
@@ -101,6 +106,7 @@ def run_rank(spec: dict[str, Any]) -> None:
 
             device.check_fork()
         if spec["program"] is None:
+            sender.say("loading the libraries of the bundled job")
             from runner.training.job import run_job
 
             run_job(spec["config"], spec["cache"], sender, resumes=spec["resumes"])

@@ -247,7 +247,7 @@ def _draw_rows(chart: RowChart, label: str) -> Markup:
             f"{_SIZE * (x.share(bar.end) - x.share(bar.begin)):.4g}",
             round(0.76 * height),
             bar.colour,
-            shortened(bar.title),
+            shortened(bar.title, 300),
         )
         for bar in chart.bars
     )
@@ -256,7 +256,7 @@ def _draw_rows(chart: RowChart, label: str) -> Markup:
             f"{100 * x.share(sign.at):.4g}",
             f"{100 * (sign.row + 0.5) / len(chart.rows):.4g}",
             sign.colour,
-            shortened(sign.title),
+            shortened(sign.title, 300),
             sign.symbol,
         )
         for sign in chart.signs

@@ -18,6 +18,8 @@ from runner.system.text import visible
 from runner.ui.shared_lines import SharedLines
 
 _PLAIN_INTERVAL_S = 5.0
+# After so long without a line, what a start is busy with is said; after a share of a longer wait.
+_SILENCE_S, _SILENCE_SHARE = 10.0, 1 / 6
 _BAR_CELLS = 24
 # A script that has printed nothing for so many seconds says nothing of its progress.
 _SPEAKS_S = 15.0
@@ -27,8 +29,8 @@ _SPEAKS_S = 15.0
 class ProgressState:
     """The values that are shown; None for those that are not known yet.
 
-    Loss and tokens per second, of all ranks, are those of the newest log entry. `transfer` is about an upload or a
-    download; it is empty if there is none.
+    Loss and tokens per second, of all ranks, are those of the newest log entry. `activity` is what is done until the
+    attempt `trains`. `transfer` is about an upload or a download; it is empty if there is none.
     """
 
     attempt: int = 0
@@ -39,6 +41,7 @@ class ProgressState:
     committed_step: int | None = None
     activity: str = "starting"
     transfer: str = ""
+    trains: bool = False
 
     def show_transfer(self, transfer: Transfer) -> None:
         """Show the progress of an upload or a download until it is complete."""
@@ -62,7 +65,7 @@ class ProgressDisplay:
         self._live: Live | None = None
         self._shown = ""
         self._shown_at = 0.0
-        self._began = time.monotonic()
+        self._began = self._spoken_at = self._waiting_since = time.monotonic()
         # Ranks' output arrives in another thread.
         self._lock = threading.Lock()
         # By terminal or file, where standard output (1) and standard error (2) lead.
@@ -79,8 +82,9 @@ class ProgressDisplay:
 
     def message(self, text: str) -> None:
         """Print a line."""
-        line = f"[{time.monotonic() - self._began:7.1f}s] {visible(text)}"
         with self._lock:
+            self._spoken_at = time.monotonic()
+            line = f"[{self._spoken_at - self._began:7.1f}s] {visible(text)}"
             if self._live is not None:
                 self._console.print(line, markup=False)
             elif not self._console.quiet:
@@ -114,13 +118,18 @@ class ProgressDisplay:
         return self._lines[where]
 
     def refresh(self) -> None:
-        """Show the state if it has changed."""
+        """Show the state if it has changed, and what a start is busy with after some seconds of silence."""
         line = self.line()
         now = time.monotonic()
+        if self.state.trains:
+            self._waiting_since = now
+        silence_s = max(_SILENCE_S, _SILENCE_SHARE * (now - self._waiting_since))
         if self._live is not None:
             if line != self._shown:
                 self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
                 self._shown = line
+        elif not self.state.trains and now - max(self._spoken_at, self._heard_at) >= silence_s:
+            self.message(f"{self.state.activity} …")
         elif line and line != self._shown and self.state.step > 0 and now - self._shown_at >= _PLAIN_INTERVAL_S:
             self.message(line)
             self._shown, self._shown_at = line, now

@@ -10,14 +10,6 @@ from pydantic import TypeAdapter
 from runner.config import trainer_options
 from runner.config.schema import Config
 
-# `pydantic` and `SFTConfig` give enumerations as classes of their own, which are not read: the strings that they take.
-_INTERVALS = ["no", "steps", "epoch"]
-_KNOWN_VALUES = {
-    "eval_strategy": _INTERVALS,
-    "logging_strategy": _INTERVALS,
-    "save_strategy": [*_INTERVALS, "best"],
-}
-
 
 def render() -> str:
     return json.dumps(job_schema(), indent=2) + "\n"
@@ -48,8 +40,7 @@ def _trainer_properties() -> dict[str, Any]:
     options = {}
     for name, kind in sorted(trainer_options.fields().items()):
         if name not in trainer_options.RESERVED:
-            values = _KNOWN_VALUES.get(name)
-            options[name] = {"enum": values} if values else _inline(TypeAdapter(kind).json_schema(), {})
+            options[name] = _inline(TypeAdapter(kind).json_schema(), {})
     return options
 
 

@@ -31,8 +31,11 @@ _METHODS = {
         "load_best",
         "close",
     ],
+    # Lightning calls its methods.
+    "ResilientCheckpoint": [],
 }
-_MODULES = ["checkpointing", "checkpointing.transformers"]
+_MODULES = ["checkpointing", "checkpointing.transformers", "checkpointing.lightning"]
+_STARS = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}
 
 
 def render() -> str:
@@ -63,7 +66,13 @@ def _object(name: str, found: Any) -> Iterator[str]:
     if not found.is_class:
         yield from _function(name, found)
         return
-    yield from _function(name, found.members["__init__"], found.docstring)
+    constructor = found.members["__init__"]
+    if constructor.docstring is None:
+        # The class's own describes the arguments.
+        yield code(_signature(name, constructor), "python")
+        yield from _sections(found.docstring)
+    else:
+        yield from _function(name, constructor, found.docstring)
     for method in _METHODS[name]:
         assert method in found.all_members, f"{name}.{method} is not there any more: correct _METHODS in {__file__}"
         own = found.all_members[method]
@@ -90,10 +99,11 @@ def _signature(name: str, found: Any) -> str:
         if one.kind is griffe.ParameterKind.keyword_only and not keyword_only:
             keyword_only = True
             parts.append("*")
-        text = one.name
+        text = _STARS.get(one.kind, "") + one.name
         if one.annotation is not None:
             text += f": {one.annotation}"
-        if one.default is not None:
+        # griffe gives those with stars an empty one.
+        if one.default is not None and one.kind not in _STARS:
             text += f" = {_default(one.default, found)}"
         parts.append(text)
     result = f" -> {found.returns}" if found.returns is not None and found.name != "__init__" else ""

@@ -201,6 +201,7 @@ PARTS = {
         Part("memory policy", advice="a kernel with NUMA support", system=False),
         Part("O_DIRECT", advice="a temporary folder on ext4 or XFS (--basetemp)", system=False),
         Part("C compiler", commands=("cc",), packages=("gcc", "libc6-dev"), system=False),
+        Part("PyPI", advice="access to PyPI, or to an index that has its packages"),
         Part("awscrt", advice="access to PyPI (pip install awscrt)"),
         Part("Aim", modules=("aim",), wheels=("'resilient-training[aim]'",), system=False),
         Part("wandb", modules=("wandb",), wheels=("'resilient-training[trackers]'",), system=False),

@@ -89,7 +89,7 @@ def test_simulated_by_its_run_command(tmp_path: Path) -> None:
     failed = run_command("simulate", "--gpus", "8", "--mttf-hours", "3")
     assert failed.returncode == 2 and "pass only one" in failed.stderr
     failed = run_command("simulate", "--vary", "nothing=1")
-    assert failed.returncode == 2 and "unknown; use one of work_s" in failed.stderr
+    assert failed.returncode == 2 and "unknown; see runner simulate --list" in failed.stderr
     failed = run_command("simulate", "--from", str(tmp_path))
     assert failed.returncode == 2 and "holds no run" in failed.stderr
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from integration.support import RUNNER
 
@@ -85,3 +90,32 @@ def test_an_attempt_that_resumes_at_the_last_step_makes_no_further_one(tmp_path:
 def test_a_script_that_fails_by_itself_is_no_matter_for_a_rehearsal(tmp_path: Path) -> None:
     with pytest.raises(RehearsalFailed, match=r"exits with 78 undisturbed(.|\n)*RuntimeError: a bug"):
         rehearse(tmp_path, "fails", moments=())
+
+
+def test_a_rehearsal_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    """Its runs went on, and their folders stayed in the temporary folder."""
+    (tmp_path / "train.py").write_text(LOOP)
+    # Its path is short enough for sockets.
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = {**os.environ, "TMPDIR": temporary}
+        command = [*RUNNER, "rehearse", "--nproc-per-node", "1", "train.py"]
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 300
+            while not list(Path(temporary).glob("rehearse-*/undisturbed/journal.jsonl")):
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+            process.wait()
+        assert not list(Path(temporary).iterdir())
+    marked = f"TMPDIR={temporary}".encode()
+    assert not [pid for pid in psutil.pids() if marked in environment_of(pid)]
+
+
+def environment_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""

@@ -61,7 +61,7 @@ FAULTS = {
     "left in training": (LEFT.format(leave="sys.exit(0)"), "ended with status 0 at step 11 of 20, in the middle"),
     "left at once in training": (LEFT.format(leave="os._exit(0)"), "ended with status 0 at step 11 of 20"),
     "replaced": ("import os, sys\nos.execv(sys.executable, [sys.executable, __file__])", "would replace this rank"),
-    "syntax": ("def f(:", "SyntaxError: invalid syntax (train.py, line 1)"),
+    "syntax": ("compile('def f(:', 'other.py', 'exec')", "SyntaxError: invalid syntax (other.py, line 1)"),
     "worker": (WORKER.format(fault="raise ValueError('bad row')"), "ValueError: bad row"),
     "hang": (HANG, "rank 0 hung: "),
     "long message": ("raise ValueError('x' * 100_000)", "ValueError: xxx"),

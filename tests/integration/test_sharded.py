@@ -203,8 +203,8 @@ def test_the_job_goes_from_sharded_to_whole_and_back(tmp_path: Path) -> None:
         (["trainer.fsdp_config={cpu_offload: true}"], "needs strategy: fsdp"),
         (["strategy=fsdp", "trainer.fsdp_config={version: 1}"], "without version or with version: 2"),
         (["strategy=tensor"], "strategy='tensor' is not allowed"),
-        (["strategy.tp=0"], "strategy.tp=0 is not allowed: input should be greater than or equal to 1"),
-        (["strategy.pp=2"], "unknown key strategy.pp (value 2); allowed here: tp, dp_shard"),
+        (["strategy.tp=0"], "strategy.tp=0 is not allowed: use a whole number from 1"),
+        (["strategy.pp=2"], "unknown key strategy.pp (value 2); use one of tp, dp_shard"),
         (["strategy={tp: 2, dp_shard: 4}"], "needs a multiple of 8 ranks, and this run has 2"),
     ],
 )

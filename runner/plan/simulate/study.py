@@ -18,7 +18,7 @@ from runner.errors import UsageError
 from runner.journal.events import Entry
 from runner.plan.simulate.engine import Forecast, forecast
 from runner.plan.simulate.scenario import HOUR_S, Scenario, learn
-from runner.system.text import duration
+from runner.system.text import choice_of, duration
 
 _MAX_VARIATIONS = 200
 # Of Okabe and Ito.
@@ -140,13 +140,16 @@ def read_trace(path: Path) -> list[float]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--trace {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
+        why = getattr(error, "strerror", None) or "not text"
+        raise UsageError(f"--trace {path}: {why}; give a file with hours between failures, one per line") from None
     gaps = []
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.startswith("#"):
             gaps.append(_number(f"--trace {path}, line {number}", line.strip()) * HOUR_S)
             if not gaps[-1] > 0:
-                raise UsageError(f"--trace {path}, line {number}: {line.strip()!r} is not a number of hours above 0")
+                raise UsageError(
+                    f"--trace {path}, line {number}: {line.strip()!r} is not above 0; write hours, for example 12.5"
+                )
     if not gaps:
         raise UsageError(f"--trace {path}: empty; write hours between failures, one number per line")
     return gaps
@@ -216,7 +219,9 @@ def _changed(scenario: Scenario, changes: dict[str, float], written: str) -> Sce
     changes = {_FORMER_NAMES.get(name, name): value for name, value in changes.items()}
     for name in changes:
         if name not in vars(scenario):
-            raise UsageError(f"{written}: {name!r} is unknown; use one of {', '.join(vars(scenario))}")
+            raise UsageError(
+                f"{written}: {name!r} is unknown; {choice_of(vars(scenario), name, 'see runner simulate --list')}"
+            )
     try:
         return scenario.with_(**changes)
     except ValueError as error:
@@ -229,5 +234,5 @@ def _number(written: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise UsageError(f"{written}: {text!r} is not a number")
+        raise UsageError(f"{written}: {text!r} is not a number; write for example 12.5")
     return value

@@ -50,6 +50,13 @@ def document(manifest: str, kind: str) -> dict[str, Any]:
     return copy.deepcopy(found[0])
 
 
+@pytest.fixture(autouse=True)
+def _gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose GPUs are counted elsewhere; without one, nprocPerNode: gpu is refused."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr("runner.config.checks.DEVICES", tmp_path)
+
+
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize(
     ("manifest", "nodes", "endpoint"),

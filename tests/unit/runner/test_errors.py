@@ -18,7 +18,7 @@ from runner.errors import ExitCode, StorageFailed, StorageFull, UsageError, unus
         (errno.ENOSPC, StorageFull, 74, "; make room, then start again"),
         (errno.EDQUOT, StorageFull, 74, "; make room, then start again"),
         (errno.ESTALE, StorageFailed, 74, "; start again when that works"),
-        (errno.EACCES, UsageError, 2, ""),
+        (errno.EACCES, UsageError, 2, "; choose another path, or correct this one"),
     ],
 )
 def test_an_error_is_told_by_its_number(number: int, kind: type, code: int, advice: str) -> None:

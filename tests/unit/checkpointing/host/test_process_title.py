@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 NAMED = """
 import os, sys, time
 from pathlib import Path
@@ -31,7 +29,6 @@ def run(script: str) -> list[str]:
 
 
 def test_the_name_has_the_newest_step_and_the_environment_stays() -> None:
-    pytest.importorskip("setproctitle")
     assert run(NAMED) == ["resilient: rank 1 of 2, step 40: train.py", "True False 2"]
 
 

@@ -146,3 +146,12 @@ def test_the_command_is_the_one_of_this_environment() -> None:
     command = runner_command(Path("/run"), "--debug", script=["train.py", "--x"])
     assert command[0] == str(Path(sys.executable).with_name("runner"))
     assert command[1:] == ["start", "--output-dir", "/run", "--debug", "train.py", "--x"]
+
+
+def test_what_a_killed_runner_leaves_goes_with_the_run(tmp_path: Path) -> None:
+    run = Subject(tmp_path)
+    sockets = Path(run._environment["XDG_RUNTIME_DIR"])
+    assert len(str(sockets)) <= 38
+    (sockets / "runner-x").mkdir()
+    run.close()
+    assert not sockets.exists()

@@ -71,7 +71,7 @@ def test_the_doctor_examines_the_configured_run(monkeypatch: pytest.MonkeyPatch)
 class Plans(list[tuple[Config, Assumptions]]):
     """In place of `make_plan`."""
 
-    def __call__(self, config: Config, given: Assumptions) -> Plans:
+    def __call__(self, config: Config, given: Assumptions, **_: object) -> Plans:
         self.append((config, given))
         return self
 

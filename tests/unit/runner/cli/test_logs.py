@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Path:
         journal.append(event("attempt_started"), attempt)
         for rank in (2, 3):
             journal.append(event("rank_started", rank=rank, pid=rank), attempt)
-            folder = tmp_path / "logs" / f"attempt-{attempt}" / "group" / "attempt_0" / str(rank - 2)
+            folder = tmp_path / "logs" / f"attempt-{attempt}" / f"rank{rank}"
             folder.mkdir(parents=True)
             (folder / "stdout.log").write_text(f"out {rank} of {attempt}\n")
             (folder / "stderr.log").write_text(f"err {rank} of {attempt}\n" + "unfinished" * (attempt == 1))
@@ -57,7 +57,7 @@ def test_following_ends_with_the_run(run: Path) -> None:
 
 
 def test_lines_of_any_length_are_printed(run: Path) -> None:
-    (file,) = (run / "logs" / "attempt-2").rglob("0/stdout.log")
+    (file,) = (run / "logs" / "attempt-2").rglob("rank2/stdout.log")
     lines = ["x" * (2 * _PIECE_BYTES + 5), "short", *["y" * 1000] * 3000]
     file.write_text("\n".join(lines) + "\n")
     whole = printed(str(run), "--rank", "2")[1:]

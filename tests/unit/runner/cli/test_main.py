@@ -14,6 +14,7 @@ from helpers.command_line import run_command
 from helpers.journals import event
 
 from runner.cli import main as main_module
+from runner.config.schema import Config
 from runner.journal.journal import Journal
 
 RUNNER = str(Path(sys.executable).with_name("runner"))
@@ -31,17 +32,47 @@ RUNNER = str(Path(sys.executable).with_name("runner"))
     ],
 )
 def test_help_loads_nothing_heavy(command: list[str]) -> None:
+    loaded, shown = packages_loaded_by(command)
+    assert "Usage:" in shown
+    assert loaded <= {"checkpointing", "runner", "click", "xxhash"}, loaded
+
+
+def test_status_loads_what_it_shows_and_reads(tmp_path: Path) -> None:
+    """It loaded the whole configuration of a run, which took longer than all else."""
+    journal = Journal(tmp_path / "journal.jsonl", time.time)
+    journal.append(event("run_started", run_id="one", committed_step=-1), 0)
+    (tmp_path / "config.yaml").write_text(Config(output_dir=str(tmp_path)).to_yaml())
+    loaded, shown = packages_loaded_by(["status", str(tmp_path)], "runner.config.load", "runner.config.schema")
+    assert "starting" in shown
+    # Of pydantic what the events are checked by.
+    needed = {
+        "pydantic",
+        "pydantic_core",
+        "annotated_types",
+        "typing_extensions",
+        "typing_inspection",
+        "psutil",
+        "rich",
+    }
+    assert loaded <= {"checkpointing", "runner", "click", "xxhash", *needed}, loaded
+
+
+def packages_loaded_by(command: list[str], *modules: str) -> tuple[set[str], str]:
+    """Return the packages that a command loads besides Python's own, and these modules if it does; and its output."""
     code = (
-        "import sys, runner.cli.main\n"
+        "import sys; before = set(sys.modules)\n"
+        "import runner.cli.main\n"
         f"sys.argv = ['runner', *{command!r}]\n"
         "try: runner.cli.main.main()\n"
         "except SystemExit as e: assert not e.code, e.code\n"
-        "heavy = {'torch', 'transformers', 'trl', 'pydantic', 'rich', 'numpy'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "names = {name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names\n"
+        "names = {name for name in names if not name.startswith('_')}\n"
+        "names = {name for name in names if getattr(sys.modules[name], '__file__', None)}\n"
+        f"print(*names, *({{*{modules!r}}} & set(sys.modules)), file=sys.stderr)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "Usage:" in result.stdout
+    return set(result.stderr.split()), result.stdout
 
 
 @pytest.mark.parametrize(
@@ -67,7 +98,7 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
         (["plan", "--work-hours", "inf"], "'inf' is not a finite number"),
         (["simulate", "--mttf-hours", "nan"], "'nan' is not a finite number"),
         (["start", "--grace", "inf"], "'inf' is not a finite number"),
-        (["config", "--set", "restart.hang_timeout_s=inf"], "should be a finite number"),
+        (["config", "--set", "restart.hang_timeout_s=inf"], "use a finite number above 0 or null"),
         (["simulate", "--plot", "page.html"], "--plot needs --vary"),
         (["simulate", "--vary", "commit_s=1,2", "--plot", "/no/such/page.html"], "/no/such does not exist"),
     ],
@@ -128,7 +159,7 @@ def test_a_file_system_that_does_not_work_is_no_mistake(
     with pytest.raises(SystemExit) as caught:
         main_module.main()
     assert caught.value.code == code
-    hint = "; start again when that works" if code == 74 else ""
+    hint = "; start again when that works" if code == 74 else "; choose another path, or correct this one"
     assert capsys.readouterr().err == f"runner: error: /volume/run/config.yaml: {os.strerror(number)}{hint}\n"
 
 
@@ -177,3 +208,34 @@ def test_a_standard_stream_that_is_closed_leads_nowhere(closed: str, tmp_path: P
     assert [streams[n] for n, text in enumerate(("<&-", " >&-", "2>&-")) if text.strip() in closed.split()] == [
         "/dev/null"
     ] * len(closed.split())
+
+
+def test_a_command_that_is_terminated_ends_what_it_has_started() -> None:
+    """Runs under test went on after a rehearsal, and temporary folders stayed."""
+    program = (
+        "import signal, runner.__main__ as program, runner.cli.main as command\n"
+        "def work():\n"
+        "    try: signal.raise_signal(signal.SIGTERM)\n"
+        "    finally: print('ended')\n"
+        "command.main = work\n"
+        "program.main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (143, "ended\n"), ended.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_completion(shell: str) -> None:
+    environment = {**os.environ, "_RUNNER_COMPLETE": f"{shell}_source"}
+    script = subprocess.run([RUNNER], capture_output=True, text=True, env=environment)
+    assert script.returncode == 0 and f"_RUNNER_COMPLETE={shell}_complete" in script.stdout
+
+
+def test_what_a_shell_completes() -> None:
+    def completed(*words: str) -> list[str]:
+        asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_RUNNER_COMPLETE": "bash_complete"}
+        return subprocess.run([RUNNER], capture_output=True, text=True, env={**os.environ, **asked}).stdout.split()
+
+    assert completed("runner", "che") == ["plain,checkpoints"]
+    assert "plain,prune" in completed("runner", "checkpoints", "")
+    assert "plain,--nproc-per-node" in completed("runner", "start", "--np")

@@ -48,7 +48,7 @@ def test_the_former_name_of_nnodes_is_accepted_by_plan(monkeypatch: pytest.Monke
         def to_dict(self) -> dict[str, Any]:
             return {}
 
-    def make_plan(config: Any, assumptions: Any) -> Made:
+    def make_plan(config: Any, assumptions: Any, **_: Any) -> Made:
         planned.append(config.launch.nnodes)
         return Made()
 

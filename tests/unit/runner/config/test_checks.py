@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from runner.config.checks import check_all, check_model, promised_gpu, shape_of
+from runner.config import checks
+from runner.config.checks import check_all, check_has_gpu, check_model, promised_gpu, shape_of
 from runner.config.load import load_config
 from runner.config.schema import Config
 from runner.errors import UsageError
@@ -31,10 +32,10 @@ def check(needs_data: bool = True, **sections: Any) -> Config:
 
 def test_a_model_is_a_hub_name_a_folder_or_a_new_one(tmp_path: Path) -> None:
     for model in ({"name_or_path": "org/model"}, {"name_or_path": str(tmp_path)}, {"config": {"hidden_size": 8}}):
-        check_model(config(model=model))
+        check_model(config(model=model), source_of)
     for model, problem in (({}, "no model is configured"), ({"name_or_path": "./no"}, "'./no' does not exist")):
         with pytest.raises(UsageError, match=problem):
-            check_model(config(model=model))
+            check_model(config(model=model), source_of)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,8 @@ def test_a_model_is_a_hub_name_a_folder_or_a_new_one(tmp_path: Path) -> None:
         ({"node_rank": 1, "nnodes": 2}, None),
         ({"node_rank": 1, "world_size": 2}, None),
         ({"node_rank": 1}, "<launch.node_rank>: node rank 1 needs more than one node"),
-        ({"nproc_per_node": 0}, "<launch.nproc_per_node>: launch.nproc_per_node=0 is not allowed"),
+        ({"node_rank": 2, "nnodes": 2}, "<launch.node_rank>: node rank 2 is not one of 2 nodes; use 0 to 1"),
+        ({"node_rank": 2, "nnodes": "1:2"}, None),
     ],
 )
 def test_numbers_of_nodes_and_ranks(launch: dict[str, Any], problem: str | None) -> None:
@@ -244,3 +246,33 @@ def test_a_machine_that_has_gpus_says_so(
         (tmp_path / name).touch()
     found = promised_gpu(environment, tmp_path)
     assert (found is None) if told is None else told in str(found)
+
+
+def test_one_rank_for_each_gpu_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It meant two ranks on a machine without GPUs."""
+    monkeypatch.setattr(checks, "DEVICES", tmp_path)
+    for number in ("gpu", "xpu"):
+        with pytest.raises(UsageError, match=r"nproc_per_node=gpu needs a GPU, and this machine has none: use auto"):
+            check(launch={"nproc_per_node": number})
+    check(launch={"nproc_per_node": "cpu"})
+    # Whether torch can use it is found once it is loaded.
+    (tmp_path / "nvidia0").touch()
+    found = check(launch={"nproc_per_node": "gpu"})
+    assert shape_of(found, 4) == (1, 4)
+    with pytest.raises(UsageError, match="needs a GPU"):
+        check_has_gpu(found)
+    check_has_gpu(check(launch={"nproc_per_node": "auto"}))
+
+
+def test_sizes_of_a_new_model_are_not_those_of_a_pretrained_one(tmp_path: Path) -> None:
+    """What `runner init` writes, with a model's name: the ranks ended with a report that was not shown."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "attention_dropout": 0.1}
+    with pytest.raises(
+        UsageError, match=r"<model\.config>: model\.config sets sizes \(hidden_size\).*model\.name_or_path"
+    ):
+        check_model(config(model={"name_or_path": "org/model", "config": sizes}), source_of)
+    check_model(config(model={"name_or_path": "org/model", "config": {"attention_dropout": 0.1}}), source_of)
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    check_model(config(model={"name_or_path": str(tmp_path), "config": sizes}), source_of)
+    with pytest.raises(UsageError, match=r"model\.config\.vocab_size cannot be set for a new model: use model\.vocab"):
+        check_model(config(model={"name_or_path": None, "config": {"vocab_size": 8}}), source_of)

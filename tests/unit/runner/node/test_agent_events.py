@@ -148,7 +148,10 @@ def test_a_new_attempt_forgets_the_batch_of_the_last_one() -> None:
     assert bench.events.batch == BatchShape(micro_batch=8, accumulation=2) and bench.recorded
     bench.events.begin_attempt(3)
     assert bench.events.batch is None
-    assert (bench.display.state.attempt, bench.display.state.activity) == (3, "starting")
+    assert (bench.display.state.attempt, bench.display.state.activity) == (
+        3,
+        "loading libraries, and starting the ranks",
+    )
 
 
 def test_progress_is_recorded_every_ten_seconds_and_only_if_there_is_any() -> None:
@@ -166,10 +169,18 @@ def test_progress_is_recorded_every_ten_seconds_and_only_if_there_is_any() -> No
     assert bench.display.refreshes == 4
 
 
-def test_heartbeats_before_the_first_step_show_nothing() -> None:
+def test_heartbeats_before_the_first_step_say_what_is_done() -> None:
     bench = Bench()
     bench.events.show_heartbeats([beat(Phase.RESTORING)._replace(start_time=0.0)], 100.0)
-    assert not bench.recorded and bench.display.state.activity == ""
+    assert not bench.recorded and bench.display.state.activity == "restoring the newest checkpoint"
+    for phase, activity in (
+        (Phase.TRAINING, "computing step 8"),
+        (Phase.COMPILING, "torch.compile, in the first step"),
+    ):
+        bench.events.show_heartbeats([beat(phase, 7)._replace(start_step=7)], 100.0)
+        assert bench.display.state.activity == activity and not bench.display.state.trains
+    bench.events.show_heartbeats([beat(Phase.TRAINING, 8)._replace(start_step=7)], 100.0)
+    assert bench.display.state.activity == "step 8" and bench.display.state.trains
 
 
 def test_slow_ranks_are_named_and_forgotten_by_the_next_attempt() -> None:

@@ -34,7 +34,7 @@ TRAIN = Program("script", "train.py", ("--lr", "1"))
     [
         ("torchrun train.py --lr 1", {}),
         ("torchrun --standalone --nproc-per-node 4 train.py --lr 1", {"nproc_per_node": "4"}),
-        ("torchrun --nproc_per_node=gpu train.py --lr 1", {"nproc_per_node": "auto"}),
+        ("torchrun --nproc_per_node=gpu train.py --lr 1", {"nproc_per_node": "gpu"}),
         ("torchrun --rdzv-id 7 --log-dir logs --nnodes=1:4 train.py --lr 1", {"nnodes": "1:4"}),
         (
             "torch.distributed.run --nnodes 2 --node_rank 1 --master_addr a --master_port 1 train.py --lr 1",

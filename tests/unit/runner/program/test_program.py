@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.errors import UsageError
-from runner.program.program import Program, find_program
+from runner.program.program import Program, check_syntax, find_program
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_a_module_that_is_not_there_is_refused(name: str) -> None:
 
 
 def test_a_file_is_no_name_of_a_module() -> None:
-    with pytest.raises(UsageError, match="not the name of a module; a file is passed without -m"):
+    with pytest.raises(UsageError, match="not the name of a module; pass a file without -m"):
         find_program("./train.py", [], module=True)
 
 
@@ -131,3 +131,32 @@ def test_an_interpreter_without_a_program_is_refused(args: list[str]) -> None:
 def test_a_program_is_what_its_json_says() -> None:
     program = Program("module", "package.job", ("--lr", "1"))
     assert Program.from_json(program.to_json()) == program
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (b"x = 1\ndef f(:\n", ["line 2", "    def f(:\n", "^", "SyntaxError: invalid syntax"]),
+        (b"def f():\nx = 1\n", ["line 2", "IndentationError: expected an indented block"]),
+        (b"x = '\xff'\n", ["SyntaxError", "utf-8"]),
+        (b"x = 1\0\n", ["SyntaxError"]),
+    ],
+)
+def test_a_script_that_does_not_compile_is_shown_as_python_shows_it(
+    source: bytes, shown: list[str], tmp_path: Path
+) -> None:
+    """It was found after the launch, a minute later."""
+    script = tmp_path / "train.py"
+    script.write_bytes(source)
+    with pytest.raises(UsageError, match="nothing was started") as caught:
+        check_syntax(Program("script", str(script)))
+    assert all(part in str(caught.value) for part in shown), caught.value
+
+
+def test_what_python_can_run_is_not_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train"
+    for source in (b"# -*- coding: latin-1 -*-\nx = '\xff'\n", b"x = '\\d'\nassert x is 'y'\n", b"PK\x03\x04\0\0", b""):
+        script.write_bytes(source)
+        check_syntax(Program("script", str(script)))
+    check_syntax(Program("module", "json.tool"))
+    check_syntax(Program("command", "/no/such"))

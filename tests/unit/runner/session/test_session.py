@@ -68,7 +68,7 @@ def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> System:
     monkeypatch.setattr(session, "NoticeWatcher", Watcher)
     monkeypatch.setattr(EventLoop, "wake_by_signals", lambda loop: None)
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(session, "_temporary_folder", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr(session, "short_temporary_folder", lambda: str(tmp_path / "temporary"))
     return system
 
 
@@ -175,13 +175,13 @@ def test_a_folder_whose_path_is_too_long_for_sockets_is_not_used(
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
-    assert session._temporary_folder() == "/tmp"
+    assert session.short_temporary_folder() == "/tmp"
     monkeypatch.setattr("tempfile.tempdir", str(short) if len(str(short)) <= 38 else "/var/tmp")
-    assert session._temporary_folder() in (str(short), "/var/tmp")
+    assert session.short_temporary_folder() in (str(short), "/var/tmp")
     # There is no other one that can be written: the sockets' own error will say what is wrong.
     monkeypatch.setattr("tempfile.tempdir", str(long))
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert session._temporary_folder() == str(long)
+    assert session.short_temporary_folder() == str(long)
 
 
 def test_a_request_for_a_checkpoint_is_passed_on_and_recorded(system: System, tmp_path: Path) -> None:

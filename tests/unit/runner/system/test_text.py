@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from runner.cli.options import echo
 from runner.journal.journal import JOURNAL_NAME, JournalReader
 from runner.recovery.classify import RankEnd, classify
-from runner.system.text import all_visible, duration, gb, visible
+from runner.system.text import all_visible, choice_of, duration, gb, shortened, visible
 from runner.ui.progress import ProgressDisplay
 
 # Clears the screen, sets the title, reports the title as if it was typed, C1's short form, and turns a line around.
@@ -60,3 +60,16 @@ def test_numbers() -> None:
     assert (gb(24_180_000_000), gb(3_200_000)) == ("24.18 GB", "3.20 MB")
     found = [duration(seconds) for seconds in (9.5, 42, 119.7, 200, 18720, 187200)]
     assert found == ["9.5 s", "42 s", "2 min 0 s", "3 min 20 s", "5 h 12 min", "2 d 4 h"]
+
+
+def test_a_long_text_of_others_is_shortened() -> None:
+    assert shortened("short") == "short"
+    assert shortened("a" * 50 + "b" * 50, 30) == "a" * 20 + "…" + "b" * 10
+
+
+def test_of_many_names_those_alike_are_named() -> None:
+    assert choice_of(["tp", "dp_shard"], "pp", "see") == "use one of tp, dp_shard"
+    many = [f"option_{number:03}" for number in range(100)]
+    assert choice_of(many, "optoin_042", "see the page").startswith("did you mean option_042")
+    assert choice_of(many, "quite different", "see the page") == "see the page"
+    assert choice_of([], "x", "see the page") == "see the page"

@@ -86,10 +86,45 @@ def test_plain_lines_come_every_five_seconds_and_only_if_they_differ(
     assert output.text == "", "nothing before the first step"
     for step, seconds in ((1, 0.0), (2, 4.0), (2, 2.0), (2, 60.0)):
         clock.now += seconds
-        display.state.step, display.state.activity = step, f"step {step}"
+        display.state.step, display.state.activity, display.state.trains = step, f"step {step}", True
         display.refresh()
     lines = [line.partition(" ·")[0] for line in output.text.splitlines()]
     assert lines == ["[    0.0s] step 1", "[    6.0s] step 2"]
+
+
+def test_what_a_start_is_busy_with_is_said_after_ten_seconds_of_silence(
+    output: Terminal, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 85 s passed without a line until the first step."""
+    display = shown(output, monkeypatch)
+    for seconds, activity in ((9.0, "loading torch"), (1.0, "loading torch"), (9.0, "reading the data")):
+        clock.now += seconds
+        display.state.activity = activity
+        display.refresh()
+    # What ranks print is no silence.
+    display.pass_on(1, b"text\n")
+    clock.now += 9.0
+    display.refresh()
+    clock.now += 1.0
+    display.refresh()
+    assert output.text.splitlines() == ["[   10.0s] loading torch …", "text", "[   29.0s] reading the data …"]
+
+
+def test_the_longer_a_wait_is_the_rarer_are_its_lines(
+    output: Terminal, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display = shown(output, monkeypatch)
+    for _ in range(3600):
+        clock.now += 1.0
+        display.refresh()
+    assert len(output.text.splitlines()) < 40
+    display.state.trains = True
+    display.refresh()
+    display.state.trains = False
+    before = output.text
+    clock.now += 10.0
+    display.refresh()
+    assert output.text != before, "another attempt says at once what it does"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +156,7 @@ def test_what_a_script_shows_itself_is_not_repeated(
     output: Terminal, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     display = shown(output, monkeypatch, live=False)
-    display.state = ProgressState(1, 30, 120, 2.5, committed_step=None, activity="step 30")
+    display.state = ProgressState(1, 30, 120, 2.5, committed_step=None, activity="step 30", trains=True)
     display.pass_on(1, b" 25%|##", "rank 0")
     display.refresh()
     display.state.committed_step = 20

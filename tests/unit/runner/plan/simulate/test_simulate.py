@@ -373,7 +373,7 @@ def test_study(tmp_path: Path) -> None:
     for wrong in (["nothing=1"], ["restart_s=x"], ["restart_s=-1"], ["hang_share=2"], [f"restart_s={'1,' * 300}1"]):
         with pytest.raises(UsageError):
             variations(wrong, scenario)
-    with pytest.raises(UsageError, match="unknown; use one of work_s"):
+    with pytest.raises(UsageError, match="unknown; did you mean restart_s"):
         scenario_of([], 1.0, 1.0, 0.0, ["restart=5"])
 
 
