@@ -28,6 +28,7 @@ CONFIG_VARIABLES: dict[str, str] = {
     "OUTPUT_DIR": "output_dir",
     "AIM_REPO": "tracking.aim_repo",
     "MODEL_NAME": "model.name_or_path",
+    "RUNNER_NOTIFY_URL": "notify.url",
     "MASTER_ADDR": "launch.master_addr",
     "MASTER_PORT": "launch.master_port",
     "WORLD_SIZE": "launch.world_size",
@@ -49,6 +50,8 @@ CONFIG_VARIABLES: dict[str, str] = {
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # All other variables reach the ranks unchanged: NCCL_*, TORCH_*, CUDA_*, HF_*, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
 
+# A section whose values no message repeats.
+_SECRET = "notify"
 _INT = "tag:yaml.org,2002:int"
 _MESH = MeshConfig.__name__
 
@@ -211,7 +214,7 @@ def parse_setting(text: str) -> tuple[str, Any, str]:
     if isinstance(parsed, str) and "\n" in plain and plain[0] not in "\"'|>":
         # YAML reads a line break in a plain text as a space: another file.
         parsed = plain
-    return key, parsed, f"--set {text}"
+    return key, parsed, f"--set {text if key.partition('.')[0] != _SECRET else f'{key}=...'}"
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -250,13 +253,14 @@ def _explain(error: ValidationError, source_of: SourceOf) -> str:
     location = [str(part) for part in problem["loc"] if part not in ("int", _MESH)]
     location = [part for part in location if not part.startswith("literal[")]
     key = ".".join(location)
+    shown = repr(problem["input"]) if location[:1] != [_SECRET] else "..."
     if problem["type"] == "extra_forbidden":
         section: Any = Config
         for part in location[:-1]:
             annotation = section.model_fields[part].annotation
             section = MeshConfig if MeshConfig in get_args(annotation) else annotation
         allowed = ", ".join(section.model_fields)
-        return f"{source_of(key)}: unknown key {key} (value {problem['input']!r}); allowed here: {allowed}"
+        return f"{source_of(key)}: unknown key {key} (value {shown}); allowed here: {allowed}"
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{source_of(key)}: {key}={problem['input']!r} is not allowed: write a mapping of names to values"
-    return f"{source_of(key)}: {key}={problem['input']!r} is not allowed: {problem['msg'].lower()}"
+        return f"{source_of(key)}: {key}={shown} is not allowed: write a mapping of names to values"
+    return f"{source_of(key)}: {key}={shown} is not allowed: {problem['msg'].lower()}"
