@@ -81,3 +81,12 @@ def test_a_key_that_is_missing_is_found_before_anything_starts(tmp_path: Path) -
     run = started(tmp_path, "https://host/t0ken", troubled(tmp_path / "job"), "notify.secret_env=NO_SUCH")
     assert run.finish() == 2 and "notify.secret_env: the variable NO_SUCH is not set" in run.output, run.output
     assert not (tmp_path / "run").exists() and "Traceback" not in run.output
+
+
+def test_ranks_that_hang_are_reported_before_they_resume(served: Receiver, tmp_path: Path) -> None:
+    trouble = "def at_step(step, args):\n    if step == 12 and ATTEMPT == 1: time.sleep(600)"
+    run = started(tmp_path, served.url, troubled(tmp_path / "job", trouble), "restart.hang_timeout_s=4")
+    assert run.finish() == 0, run.output
+    assert served.kinds == ["run.stuck", "run.resumed", "run.finished"]
+    first, second = (message["data"] for message in served.messages[:2])
+    assert first["ranks"] == [0] and "rank 0" in first["text"] and "hung" in second["reason"], served.messages
