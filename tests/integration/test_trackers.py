@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.wandb_server import wandb_server
 
 SCRIPT = """
 import os, sys
@@ -151,3 +152,22 @@ def test_a_run_of_many_attempts_is_one_run_with_each_step_once(
             for name, curve in points.items():
                 values = {entry["step"]: pytest.approx(entry[name]) for entry in history if name in entry}
                 assert dict(curve) == values, (read.__name__, name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("opens", ["", "yes"])
+def test_wandbs_client_sends_each_step_once(opens: str, tmp_path: Path) -> None:
+    """Online, to a server that answers as W&B's own, as far as the client asks."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace('["tensorboard", "wandb", "trackio", "mlflow"]', '"wandb"'))
+    command = [str(Path(sys.executable).with_name("runner")), "start", "--nproc-per-node=1", "train.py"]
+    with wandb_server() as server:
+        environment = _environment(tmp_path) | server.environment | {"DIES_AT": "7 25", "OPENS": opens}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "died-7").exists() and (tmp_path / "died-25").exists()
+    [history] = server.rows.values()
+    rows = [history[number] for number in sorted(history)]
+    assert [row["_step"] for row in rows] == list(range(len(rows)))
+    points = _by_name(rows)
+    assert Counter(step for step, _ in points["loss"]) == Counter(range(1, 41))
+    assert Counter(step for step, _ in points["eval_loss"]) == Counter(range(10, 41, 10))
