@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-_OF_NOTEBOOKS = ("Result", "start")
+_OF_NOTEBOOKS = ("RunResult", "start")
 
 
 def __getattr__(name: str) -> Any:

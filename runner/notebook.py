@@ -39,7 +39,7 @@ _STATES = {int(ExitCode.DONE): "finished", int(ExitCode.PREEMPTED): "preempted",
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """How a run has ended.
 
     Attributes:
@@ -66,7 +66,7 @@ def start(
     module: bool = False,
     settings: Mapping[str, object] | None = None,
     show_output: bool = True,
-) -> Result:
+) -> RunResult:
     """Run a training script to its end under `runner start`, with a progress bar, and restart it after failures.
 
     Interrupting the kernel stops the run as SIGTERM does, with its last state saved, and raises KeyboardInterrupt once
@@ -129,7 +129,7 @@ class _Watched:
             start_new_session=True,
         )
 
-    def run(self) -> Result:
+    def run(self) -> RunResult:
         """Follow the run to its end."""
         with warnings.catch_warnings():
             # Without ipywidgets the bar is text.
@@ -218,9 +218,9 @@ class _Watched:
         if (bar.postfix, self._shown_step) != before:
             bar.refresh()
 
-    def _result(self) -> Result:
+    def _result(self) -> RunResult:
         code = self._process.returncode
         said = [line.removeprefix("runner: ") for line in self._lines if line.startswith("runner: ")]
         reason = said[-1] if said else f"it ended with {code} before it said anything"
         state = _STATES.get(code, "failed")
-        return Result(code, state, reason if code else state, self._step, self._folder)
+        return RunResult(code, state, reason if code else state, self._step, self._folder)

@@ -145,6 +145,8 @@ def _without_refusals(log: Callable[..., Any], refusal: type[Exception]) -> Call
         try:
             return log(*args, **kwargs)
         except refusal as error:
+            if getattr(error, "error_code", "") != "INVALID_PARAMETER_VALUE":
+                raise
             logger.warning("MLflow keeps the parameters of the first attempt: %s", str(error).partition("\n")[0])
             return None
 

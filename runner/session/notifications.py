@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from checkpointing.agent.events import Committed, Log, TrainingStarted
-from runner.journal.events import AttemptEnded, Entry, HangFound, Progress, RunEnded, RunStarted
+from runner.journal.events import AttemptEnded, Entry, HangFound, LeaderChanged, Progress, RunEnded, RunStarted
 from runner.journal.summary import RunState
 from runner.session.masking import masked
 from runner.system.text import all_visible
@@ -87,6 +87,8 @@ class Notifications:
             case AttemptEnded() as end:
                 self._step, self._cause = end.step, end.cause
                 self._committed = max(self._committed, end.committed_step)
+            case LeaderChanged(node=node):
+                self._cause = f"the leader was lost, and node {node} leads"
             case TrainingStarted() as begun:
                 return self._training_began(begun, entry)
             case HangFound(reason=reason, ranks=ranks):

@@ -44,7 +44,7 @@ def test_the_recorded_notebook_runs(tmp_path: Path) -> None:
     notebook.cells.append(asked)
     NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert "Result(exit_code=0, state='finished', reason='finished', step=40" in str(code[1].outputs)
+    assert "RunResult(exit_code=0, state='finished', reason='finished', step=40" in str(code[1].outputs)
     assert "('finished', 0)" in str(code[2].outputs) and "killed by SIGKILL" in str(code[3].outputs)
     pid, has_torch = code[-1].outputs[0].text.split()
     assert has_torch == "False"

@@ -18,7 +18,7 @@ import pytest
 import runner
 from runner import notebook
 from runner.errors import UsageError
-from runner.notebook import Result, start
+from runner.notebook import RunResult, start
 
 # Writes the journal of a run, and what it was called with; `how` says how it ends.
 STAND_IN = """
@@ -70,7 +70,7 @@ def test_the_command_and_the_result(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     settings = {"restart.max_restarts": 3, "notify.events": ["failed"], "checkpoint.location": "s3://b/p"}
-    assert start("train.py", "--lr", 3, nproc_per_node=2, settings=settings) == Result(
+    assert start("train.py", "--lr", 3, nproc_per_node=2, settings=settings) == RunResult(
         0, "finished", "finished", 7, Path("runs/train")
     )
     call = called(tmp_path / "runs" / "train")
@@ -117,10 +117,15 @@ def interrupt_when(path: Path, times: int) -> None:
 def test_an_interrupt_stops_the_run_and_is_raised_when_it_has_ended(
     times: int, stand_in: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # As in a kernel: what a shell starts in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     stand_in("while True: time.sleep(0.05)", after=times)
     interrupt_when(tmp_path / "out" / "journal.jsonl", times)
-    with pytest.raises(KeyboardInterrupt):
-        start("train.py", output_dir="out")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start("train.py", output_dir="out")
+    finally:
+        signal.signal(signal.SIGINT, before)
     shown = capsys.readouterr().out
     assert f"stopping {times}\n" in shown and "preempted at step 7: stopped: on request" in shown
     # The signal reached the kernel's own group alone.
@@ -142,7 +147,7 @@ def test_a_module_has_a_folder_of_its_name(stand_in: Callable[..., None], tmp_pa
 def test_the_package_imports_it_when_asked() -> None:
     code = "import sys, runner; assert 'runner.notebook' not in sys.modules and len(sys.modules) < 200; runner.start"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert runner.start is start and runner.Result is Result
+    assert runner.start is start and runner.RunResult is RunResult
     with pytest.raises(AttributeError, match="no attribute 'stop'"):
         runner.stop  # noqa: B018
 

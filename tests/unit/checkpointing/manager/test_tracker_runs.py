@@ -21,7 +21,7 @@ from checkpointing.manager.tracker_runs import (
 
 
 class Refused(Exception):
-    pass
+    error_code = "INVALID_PARAMETER_VALUE"
 
 
 class Wandb:
@@ -143,6 +143,16 @@ def test_other_parameters_end_a_first_attempt_only(caplog: pytest.LogCaptureFixt
     second.start_run()
     second.log_params({"a": 2})
     assert caplog.messages == ["MLflow keeps the parameters of the first attempt: changing param values is not allowed"]
+
+
+def test_a_server_that_fails_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags: dict[str, str] = {}
+    Mlflow(tags).start_run()
+    second = Mlflow(tags)
+    second.start_run()
+    monkeypatch.setattr(Refused, "error_code", "INTERNAL_ERROR")
+    with pytest.raises(Refused):
+        second.log_params({"a": 2})
 
 
 @pytest.mark.parametrize("options", [{"run_id": "own"}, {"nested": True}])

@@ -54,6 +54,15 @@ def test_a_session_that_continues_a_run_says_so() -> None:
     assert "resumed from step 20 after: the runner was started again; newest checkpoint: step 20" in one.text
 
 
+def test_a_node_that_takes_the_lead_says_why_the_run_resumes() -> None:
+    (one,) = told(
+        ("run_started", 1, {"committed_step": 20}),
+        ("leader_changed", 1, {"epoch": 2, "node": 1, "host": "b"}),
+        ("training_started", 2, {"step": 20}),
+    )
+    assert "resumed from step 20 after: the leader was lost, and node 1 leads;" in one.text
+
+
 @pytest.mark.parametrize(("state", "kind"), [("preempted", "preempted"), ("failed", "failed"), ("new", "failed")])
 def test_ends_that_are_not_good(state: str, kind: str) -> None:
     (one,) = told(("run_ended", 1, {"state": state, "exit_code": 76, "reason": "5 restarts"}))
