@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from checkpointing.host.threads import in_background
 from runner.config.schema import Config
 from runner.errors import ExitCode, RunBusy, UsageError
 from runner.journal.attempts import Job
+from runner.journal.events import Entry
 from runner.journal.journal import read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.journal.summary import RunSummary, render, summarise
@@ -28,7 +30,9 @@ from runner.ranks.output import drain_streams
 from runner.session import preflight
 from runner.session.bad_machines import check_own_machine
 from runner.session.identity import between_nodes, identify
+from runner.session.notifications import Notifications
 from runner.session.session import Session
+from runner.session.webhook import Webhook, post, signing_key
 from runner.supervisor.follower import Follower
 from runner.supervisor.run_record import end_state
 from runner.supervisor.supervisor import Supervisor
@@ -39,6 +43,8 @@ from runner.ui.progress import ProgressDisplay
 T = TypeVar("T")
 # Set where the process continues as a node that follows; its value does not matter.
 FOLLOWS_ENV = "_RUNNER_FOLLOWS"
+# Seconds that the end of a run may wait for the last notification.
+_PATIENCE_S = 5.0
 
 
 class Boot:
@@ -70,6 +76,8 @@ class Boot:
         self._directory = RunDirectory(config.output_dir, config.launch.node_rank)
         self._caveats: list[str] = []
         self._location_id: str | None = None
+        self._signing_key = signing_key(config.notify, os.environ)
+        self._webhook: Webhook | None = None
 
     def run(self) -> ExitCode:
         """Run the job on this node, as the leader or as a follower; return the exit code of the process.
@@ -198,7 +206,7 @@ class Boot:
             from runner.ui.prometheus import RunCollector, serve
 
             serve(config.monitoring.address, config.monitoring.port, RunCollector(self._directory.journal))
-        return Supervisor(
+        supervisor = Supervisor(
             self._session,
             self._job,
             location_id=self._location_id,
@@ -206,9 +214,28 @@ class Boot:
             lease=lease,
             inherited=inherited,
         )
+        if config.notify.url is not None:
+            self._notify_of(supervisor)
+        return supervisor
+
+    def _notify_of(self, supervisor: Supervisor) -> None:
+        """Have notifications sent of a run that this node leads, for as long as it does."""
+        notify, session = self._config.notify, self._session
+        webhook = self._webhook = Webhook(functools.partial(post, notify, self._signing_key), self._display.message)
+        name = self._directory.root.name
+        notifications = Notifications(session.run_id, name, socket.gethostname(), notify.events)
+
+        def observe(entry: Entry) -> None:
+            notification = notifications.take(entry)
+            if notification is not None and not supervisor.was_replaced:
+                webhook.put(notification)
+
+        session.observers.append(observe)
 
     def _end(self, supervisor: Supervisor, exit_code: ExitCode) -> ExitCode:
         """Print how a run has ended that this node has led, or follow the node that leads now."""
+        if self._webhook is not None:
+            self._webhook.close(_PATIENCE_S)
         if supervisor.was_replaced and not self._stop:
             _say(f"{supervisor.reason}; this node follows it")
             _start_again_as_follower()

@@ -7,31 +7,34 @@ history (a killed process loses what it had not written), and logs only new entr
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
 import logging
 import os
 import re
-import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils as integrations
 
+from checkpointing.manager.tracker_runs import (
+    MLFLOW_TAG,
+    STEP,
+    Held,
+    ProgramRuns,
+    find_mlflow_run,
+    held_in_files,
+    note_steps,
+    skip_rows,
+)
+
 logger = logging.getLogger("checkpointing")
 
-# The x-axis that the Trainer gives wandb and trackio.
-_STEP = "train/global_step"
 # In every entry, also in two of one step.
 _IN_EVERY_ENTRY = {"epoch"}
-_MLFLOW_TAG = "resilient.run"
-
-# Steps by name. All of them, not the newest: some trackers write out of order, and a killed process leaves gaps.
-_Held = dict[str, Collection[int]]
 
 _Base: Any = TrainerCallback if TYPE_CHECKING else object
 
@@ -90,7 +93,7 @@ class _Continued(_Base):
 
     run_name: str
     # Steps of each name that the tracker has; None if unknown, so that everything is logged.
-    _held: _Held | None = None
+    _held: Held | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the run, and log what it is missing."""
@@ -136,7 +139,7 @@ class _Continued(_Base):
     def _prepare(self, args: TrainingArguments, state: TrainerState) -> None:
         raise NotImplementedError
 
-    def _find_held(self) -> _Held | None:
+    def _find_held(self) -> Held | None:
         raise NotImplementedError
 
 
@@ -159,7 +162,7 @@ class _TensorBoard(_Continued):
         purge = {} if self._is_new else {"purge_step": state.global_step + 1}
         self._SummaryWriter = functools.partial(writer, **purge)
 
-    def _find_held(self) -> _Held | None:
+    def _find_held(self) -> Held | None:
         return {} if self._is_new else None
 
 
@@ -183,17 +186,15 @@ class _Wandb(_Continued):
             resume = os.environ.get("WANDB_RESUME") or "allow"
             self._wandb = _Module(wandb, init=functools.partial(wandb.init, id=run, resume=resume))
 
-    def _find_held(self) -> _Held | None:
+    def _find_held(self) -> Held | None:
         run = self._wandb.run
-        if run.id not in self._opened:
-            return None  # the script has opened it
+        if run.id not in self._opened and not ProgramRuns.take(run.id):
+            return None  # the script has opened it, under a name of its own
         if run.offline:
-            held, rows = _held_in_files(Path(run.settings.wandb_dir), run.id, besides=Path(run.settings.sync_file))
-            if rows:
-                # wandb would count rows from 0 again.
-                run.log({}, step=rows, commit=False)
+            held, rows = held_in_files(run)
+            skip_rows(run, rows)
             return held
-        last = run.summary.get(_STEP)
+        last = run.summary.get(STEP)
         if not run.resumed or last is None:
             return {}
         # Of the last step some rows may not have arrived.
@@ -216,7 +217,7 @@ class _Trackio(_Continued):
         name = args.run_name or self.run_name
         self._trackio = _Module(trackio, init=lambda **options: trackio.init(**options | {"name": name}))
 
-    def _find_held(self) -> _Held | None:
+    def _find_held(self) -> Held | None:
         from trackio.sqlite_storage import SQLiteStorage
 
         context = self._trackio.context_vars
@@ -224,7 +225,7 @@ class _Trackio(_Continued):
             return None
         held: dict[str, set[int]] = {}
         for row in SQLiteStorage.get_logs(context.current_project.get(), context.current_run.get().name):
-            _note(held, row)
+            note_steps(held, row)
         return dict(held)
 
 
@@ -238,26 +239,29 @@ class _MLflow(_Continued):
         mlflow = self._ml_flow = _own(self._ml_flow)
         run = self._resumed = os.environ.get("MLFLOW_RUN_ID")
         if run is None:
-            if mlflow.active_run() is not None:
+            if (active := mlflow.active_run()) is not None:
+                if ProgramRuns.take(active.info.run_id):
+                    self._continue(mlflow, active.info.run_id)
                 return  # the script has opened it
             if name := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
                 # As MLflowCallback.setup does later; without the variable the script's choice counts.
                 mlflow.set_experiment(name)
-            client, place = mlflow.MlflowClient(), mlflow.tracking.fluent._get_experiment_id()
-            found = client.search_runs([place], f"tags.`{_MLFLOW_TAG}` = '{self.run_name}'", max_results=1)
-            if found:
-                run = self._resumed = found[0].info.run_id
-            else:
-                tags = {_MLFLOW_TAG: self.run_name}
+            run = self._resumed = find_mlflow_run(mlflow, self.run_name)
+            if run is None:
+                client, place = mlflow.MlflowClient(), mlflow.tracking.fluent._get_experiment_id()
+                tags = {MLFLOW_TAG: self.run_name}
                 run = client.create_run(place, tags=tags, run_name=args.run_name).info.run_id
-        replaced: dict[str, Any] = {"start_run": lambda nested=False, **_: mlflow.start_run(run_id=run, nested=nested)}
-        if self._resumed is not None:
+        self._continue(mlflow, self._resumed, start_run=lambda nested=False, **_: mlflow.start_run(run, nested=nested))
+
+    def _continue(self, mlflow: Any, resumed: str | None, **replaced: Callable[..., Any]) -> None:
+        self._resumed = resumed
+        if resumed is not None:
             # The parameters are those of the first attempt, and the server refuses others.
             replaced["log_params"] = lambda *args, **kwargs: None
         self._initialized = False
         self._ml_flow = _Module(mlflow, **replaced)
 
-    def _find_held(self) -> _Held | None:
+    def _find_held(self) -> Held | None:
         if not isinstance(self._ml_flow, _Module):
             return None
         if self._resumed is None:
@@ -292,54 +296,3 @@ class _Module:
 
 def _own(module: Any) -> Any:
     return module.module if isinstance(module, _Module) else module
-
-
-def _note(held: dict[str, set[int]], row: dict[str, Any]) -> None:
-    """Add the names of an entry, which has the Trainer's step unless the script itself has logged it."""
-    if _STEP in row:
-        for name in row:
-            held.setdefault(name, set()).add(int(row[_STEP]))
-
-
-def _held_in_files(folder: Path, run: str, besides: Path) -> tuple[_Held, int]:
-    """Return the steps in the files of a wandb run on this machine, by name, and the number of rows."""
-    held: dict[str, set[int]] = {}
-    rows = 0
-    for path in sorted(folder.glob(f"*run-*-{run}/run-{run}.wandb")):
-        if path.samefile(besides):
-            continue
-        for row in _wandb_rows(path):
-            _note(held, row)
-            rows = max(rows, int(row.get("_step", -1)) + 1)
-    return dict(held), rows
-
-
-def _wandb_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over the history in a wandb file, up to where the process was killed.
-
-    The file is a header of 7 bytes and LevelDB's log format around protobuf records, see
-    https://github.com/google/leveldb/blob/main/doc/log_format.md.
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, whole = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if (rest := 32768 - at % 32768) < 7:
-            at += rest
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        part = data[at + 7 : at + 7 + length]
-        if kind not in (1, 2, 3, 4) or len(part) < length:
-            return
-        at += 7 + length
-        # Whole, first, middle, last.
-        whole = part if kind in (1, 2) else whole + part
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            if record.HasField("history"):
-                row = {}
-                for item in record.history.item:
-                    with contextlib.suppress(ValueError):
-                        row["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
-                yield row

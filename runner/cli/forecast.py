@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ _work_hours = click.option(
 
 @click.command()
 @config_options
+@click.option("--notify", is_flag=True, help="Also post a test message to notify.url.")
 @as_json_option
-def doctor(as_json: bool, **run: Any) -> None:
+def doctor(as_json: bool, notify: bool, **run: Any) -> None:
     """Run preflight checks on this node, with suggested fixes.
 
     Pass the options of `start`. For a run on several nodes, start the command on all of them at the same time. The exit
@@ -31,11 +34,12 @@ def doctor(as_json: bool, **run: Any) -> None:
     from rich.text import Text
 
     from runner.doctor import Level, examine
+    from runner.doctor.settings import check_webhook
 
     config = load(run)
     colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
     console, findings = Console(highlight=False, soft_wrap=True), []
-    for finding in examine(config):
+    for finding in chain(check_webhook(config, os.environ) if notify else (), examine(config)):
         findings.append(finding)
         if not as_json:
             line = Text.assemble((f"{finding.level.value:<4}", colours[finding.level]), "  ", (finding.subject, "bold"))

@@ -36,7 +36,7 @@ def for_debugging(config: Config, num_gpus: int) -> Config:
     small.launch = LaunchConfig(nproc_per_node=min(2, num_gpus or 2), cold=config.launch.cold)
     small.restart.max_restarts = 0
     small.tracking.aim_repo = None
-    small.monitoring.port = None
+    small.monitoring.port = small.notify.url = None
     bundled = Config.model_validate(yaml.safe_load(DEFAULT_CONFIG.read_text(encoding="utf-8")))
     small.model = bundled.model
     small.data.max_rows = min(config.data.max_rows or _MAX_ROWS, _MAX_ROWS)

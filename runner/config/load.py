@@ -30,6 +30,7 @@ CONFIG_VARIABLES: dict[str, str] = {
     "OUTPUT_DIR": "output_dir",
     "AIM_REPO": "tracking.aim_repo",
     "MODEL_NAME": "model.name_or_path",
+    "RUNNER_NOTIFY_URL": "notify.url",
     "MASTER_ADDR": "launch.master_addr",
     "MASTER_PORT": "launch.master_port",
     "WORLD_SIZE": "launch.world_size",
@@ -51,6 +52,8 @@ CONFIG_VARIABLES: dict[str, str] = {
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # All other variables reach the ranks unchanged: NCCL_*, TORCH_*, CUDA_*, HF_*, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
 
+# A section whose values no message repeats.
+_SECRET = "notify"
 _INT = "tag:yaml.org,2002:int"
 _MESH = MeshConfig.__name__
 
@@ -217,7 +220,7 @@ def parse_setting(text: str) -> tuple[str, Any, str]:
     if isinstance(parsed, str) and "\n" in plain and plain[0] not in "\"'|>":
         # YAML reads a line break in a plain text as a space: another file.
         parsed = plain
-    return key, parsed, f"--set {text}"
+    return key, parsed, f"--set {text if key.partition('.')[0] != _SECRET else f'{key}=...'}"
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -267,7 +270,7 @@ def _explain(error: ValidationError, source_of: SourceOf) -> str:
     problem = inside[0] if inside else problems[0]
     location = [str(part) for part in problem["loc"]]
     key, schema = key_at(location)
-    value = shortened(repr(problem["input"]))
+    value = shortened(repr(problem["input"])) if location[:1] != [_SECRET] else "..."
     if problem["type"] in ("extra_forbidden", "invalid_key"):
         return _unknown_key(key, location[-1], value, schema, source_of)
     if problem["type"] == "value_error":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from checkpointing.commit.retention import FurtherRetention, Retention
 from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
@@ -16,6 +16,8 @@ from checkpointing.host.memory import parse_bytes
 # Files of training data, by suffix: the builder of `datasets` that reads them.
 DATA_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 DEFAULT_CONFIG = Path(__file__).parents[1] / "training" / "data" / "default.yaml"
+# Events of a run that notifications report.
+NotifyEvent = Literal["failed", "stuck", "resumed", "finished", "preempted"]
 # For editors; scripts/render-reference makes it of the classes below.
 JOB_SCHEMA = Path(__file__).with_name("job.schema.json")
 
@@ -395,6 +397,37 @@ class MonitoringConfig(Section):
     """Address to listen on. By default only processes of the same machine can connect."""
 
 
+def _check_webhook(value: SecretStr) -> SecretStr:
+    """Refuse what no webhook's address is; the message must not repeat it."""
+    try:
+        parts = urlsplit(value.get_secret_value())
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or "@" in parts.netloc or not value.get_secret_value().isprintable():
+        raise ValueError("write https://HOST/PATH, or http://, without user and password")
+    return value
+
+
+class NotifyConfig(Section):
+    """Messages to a webhook when something happens to the run."""
+
+    url: Annotated[SecretStr, AfterValidator(_check_webhook)] | None = Field(
+        default=None, examples=["https://hooks.example.com/training"]
+    )
+    """Address to which messages are posted, https or http (variable RUNNER_NOTIFY_URL). It is treated as a secret, and
+    recorded nowhere. Without it nothing is sent."""
+    format: Literal["json", "slack"] = "json"
+    """Body of a message. `json` has a type and named facts; `slack` is `{"text": ...}`, as Slack's incoming webhooks
+    take it."""
+    secret_env: str | None = Field(default=None, min_length=1, examples=["NOTIFY_SECRET"])
+    """Name of the environment variable with the key, in base64, that signs messages as
+    [Standard Webhooks](https://www.standardwebhooks.com) says. Without it they are not signed."""
+    events: list[NotifyEvent] = Field(default=[*get_args(NotifyEvent)], min_length=1)
+    """What to report: the run has `failed`, is `stuck` (ranks hang), has `resumed` training, has `finished`, or was
+    `preempted` (stopped on request). By default all of it."""
+
+
 class CostConfig(Section):
     """Prices for `runner report` and `runner plan`."""
 
@@ -433,6 +466,7 @@ class Config(Section):
     guards: GuardsConfig = GuardsConfig()
     tracking: TrackingConfig = TrackingConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+    notify: NotifyConfig = NotifyConfig()
     cost: CostConfig = CostConfig()
 
     @property
@@ -488,5 +522,5 @@ class Config(Section):
         return open_tiers(self.checkpoint_location, self.checkpoint.local_tier)
 
     def to_yaml(self) -> str:
-        """Return the whole configuration as YAML."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        """Return the whole configuration as YAML, without secrets."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude={"notify": {"url"}}), sort_keys=False)

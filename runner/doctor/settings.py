@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import psutil
 
 from runner.config.schema import Config
 from runner.doctor.findings import Finding, fail, ok, warn
+from runner.errors import UsageError
+from runner.session.notifications import Notification
+from runner.session.webhook import post, signing_key
 
 
 def check_settings(
@@ -113,3 +117,22 @@ def _addresses(config: Config, nnodes: int, own: Collection[str]) -> Iterator[Fi
                 f"port {number} cannot be used: {error.strerror}",
                 "stop the process that uses it, or set another port",
             )
+
+
+def check_webhook(config: Config, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Post a test message to `notify.url`."""
+    if config.notify.url is None:
+        yield fail("notify", "there is no address", "set RUNNER_NOTIFY_URL or notify.url")
+        return
+    try:
+        key = signing_key(config.notify, environment)
+    except UsageError as error:
+        yield fail("notify", str(error), "set the variable where the run is started")
+        return
+    host = socket.gethostname()
+    text = f"[test] messages of the run arrive here (runner doctor, {host})"
+    problem, _ = post(config.notify, key, Notification("test", text, {"host": host}, time.time()))
+    if problem:
+        yield fail("notify", f"the test message was not taken: {problem}", "check notify.url")
+    else:
+        yield ok("notify", "the test message was taken")

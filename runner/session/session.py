@@ -16,7 +16,7 @@ from pathlib import Path
 from checkpointing.agent.events import Event
 from checkpointing.host.memory import separate_oom_kills
 from runner.config.schema import Config
-from runner.journal.events import PreemptionNotice, SaveRequested, StopRequested
+from runner.journal.events import Entry, PreemptionNotice, SaveRequested, StopRequested
 from runner.journal.journal import Journal, SteadyClock, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.preemption import Notice, NoticeWatcher
@@ -54,6 +54,7 @@ class Session:
         attempt: Newest known attempt, under which events are recorded.
         clock: The journal's clock, in seconds since the epoch.
         monotonic: The clock of all waits, in seconds.
+        observers: Called with each entry of the journal.
         runtime: A folder for sockets, removed at the end.
     """
 
@@ -66,6 +67,7 @@ class Session:
         self.attempt = max((entry.attempt for entry in entries), default=0)
         self.clock = SteadyClock(max((entry.time for entry in entries), default=0.0))
         self.monotonic: Callable[[], float] = time.monotonic
+        self.observers: list[Callable[[Entry], None]] = []
         self._stack = contextlib.ExitStack()
         self._stop_announced = False
 
@@ -118,8 +120,10 @@ class Session:
             )
 
     def record(self, event: Event) -> None:
-        """Append an event to the journal."""
-        self._journal.append(event, self.attempt)
+        """Append an event to the journal, and show it to the observers, which must not take long."""
+        entry = self._journal.append(event, self.attempt)
+        for observe in self.observers:
+            observe(entry)
 
     def announce_stop(self, pass_on: Callable[[str], None] = lambda reason: None, *, saves: bool = True) -> None:
         """Record and print a stop request, once.

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from checkpointing.host.memory import oom_kills
+from checkpointing.host.threads import in_background
 
 RUN_ID_ENV = "RUNNER_RUN_ID"
 # Modules that the fork server loads before it forks ranks, separated by spaces; see `runner.launcher.launch_request`.
@@ -27,6 +28,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 FORK_SERVER_NAME = "fork-server"
 _TRACKER_PATIENCE_S = 1.0
 _OLD_S = 10.0
+# Seconds from the end of a parent to its signal.
+_PARENT_S = 0.2
 # Where glibc keeps POSIX semaphores (sem_overview(7)).
 _SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
@@ -62,6 +65,21 @@ def die_with_parent(is_orphan: Callable[[], bool]) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if is_orphan():
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_with_parent(parent: int) -> None:
+    """Send this process SIGTERM, once, when its parent has ended.
+
+    The kernel's own signal (PR_SET_PDEATHSIG) comes again with the end of each of the parent's threads, and a second
+    stop request ends a run at once.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    in_background(watch, "parent")
 
 
 def be_traceable() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 from checkpointing.agent.events import Event
 from checkpointing.commit.tiers import STAGES
 from checkpointing.errors import CheckpointError
+from checkpointing.host.environment import rank_settings
+from checkpointing.manager.tracker_runs import CONTINUED, ProgramRuns
 from runner.errors import ExitCode, RunnerError
 
 # Optimizer steps, and seconds since the first of them, after which a program that saves has begun to.
@@ -36,6 +39,7 @@ class Protection:
         report: Takes the reason why nothing is saved, once.
         stepped: Called with the first step of an optimizer.
         saved: Takes what `torch.distributed.checkpoint` has saved, loaded or found damaged.
+        tracks: Whether runs of experiment trackers that the program opens are continued by the next attempt.
     """
 
     def __init__(
@@ -44,7 +48,10 @@ class Protection:
         report: Callable[[str], None],
         stepped: Callable[[], None] = lambda: None,
         saved: Callable[[Event], None] = lambda event: None,
+        *,
+        tracks: bool = False,
     ) -> None:
+        self._tracks = tracks
         self._mode, self._report, self._report_step, self._report_saved = mode, report, stepped, saved
         # Whether the program has checkpoints of torch's kind.
         self._has_own = self._is_over = self._is_decided = False
@@ -60,7 +67,14 @@ class Protection:
             when_imported("transformers.trainer", self._protect_transformers)
             when_imported("lightning.pytorch", self._protect_lightning)
             when_imported("torch.distributed.checkpoint", self._protect_dcp)
+            if self._tracks:
+                self._continue_trackers()
         when_imported("torch.optim.optimizer", self._watch_optimizers)
+
+    def _continue_trackers(self) -> None:
+        runs = ProgramRuns(rank_settings().lineage)
+        for name, have_continued in CONTINUED.items():
+            when_imported(name, functools.partial(have_continued, runs))
 
     def _protect_transformers(self, module: ModuleType) -> None:
         from checkpointing.transformers.every_trainer import protect_trainers
@@ -156,15 +170,20 @@ class _ImportHook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
         self._name, self._call = name, call
         self._loader: Any = None
+        self._is_looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find the module as it would be found without this, and stand before its loader."""
-        if fullname != self._name:
+        if fullname != self._name or self._is_looking:
             return None
-        sys.meta_path.remove(self)
-        found = importlib.util.find_spec(fullname)
+        # Packages look whether others are there long before they are imported.
+        self._is_looking = True
+        try:
+            found = importlib.util.find_spec(fullname)
+        finally:
+            self._is_looking = False
         if found is not None and found.loader is not None:
             self._loader, found.loader = found.loader, self
         return found
@@ -177,6 +196,7 @@ class _ImportHook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Execute the module as its loader does, then call the function."""
         assert module.__spec__ is not None
+        sys.meta_path.remove(self)
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._call(module)

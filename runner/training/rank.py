@@ -145,6 +145,8 @@ def _protection(mode: str, sender: EventSender, rank: int) -> Protection:
         lambda reason: _report_unprotected(sender, rank, reason),
         lambda: sender.send_surely("program_steps", rank=rank),
         lambda event: sender.send_surely("program_checkpoint", rank=rank, report=event.to_dict()),
+        # Of the first rank alone: others may open runs of their own, in groups.
+        tracks=rank == 0,
     )
 
 

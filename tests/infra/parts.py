@@ -205,6 +205,7 @@ PARTS = {
         Part("awscrt", advice="access to PyPI (pip install awscrt)"),
         Part("Aim", modules=("aim",), wheels=("'resilient-training[aim]'",), system=False),
         Part("wandb", modules=("wandb",), wheels=("'resilient-training[trackers]'",), system=False),
+        Part("notebook", modules=("ipykernel", "nbclient"), wheels=("ipykernel nbclient",), system=False),
     )
 }
 

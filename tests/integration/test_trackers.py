@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.wandb_server import wandb_server
 
 SCRIPT = """
 import os, sys
@@ -29,6 +30,10 @@ class Dies(TrainerCallback):
 
 import mlflow
 mlflow.set_experiment("mine")
+if os.environ["OPENS"]:
+    import wandb
+    wandb.init(project="mine", config={"own": 1})
+    mlflow.start_run(run_name="own")
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
     num_attention_heads=2))
@@ -54,10 +59,10 @@ def tensorboard(folder: Path) -> tuple[int, Points]:
 
 def wandb(folder: Path) -> tuple[int, Points]:
     """As `wandb sync` reads them: the files of one run, in the order of their beginnings."""
-    from checkpointing.transformers.trackers import _wandb_rows
+    from checkpointing.manager.tracker_runs import wandb_rows
 
     files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
-    rows = [row for file in files for row in _wandb_rows(file)]
+    rows = [row for file in files for row in wandb_rows(file)]
     # The server takes no row twice, and none that goes back.
     assert [row["_step"] for row in rows] == sorted({row["_step"] for row in rows})
     return len({file.name for file in files}), _by_name(rows)
@@ -114,18 +119,20 @@ def _environment(folder: Path) -> dict[str, str]:
 
 # Without a supervisor a run is known by its checkpoints: what died before the first of them is another one.
 @pytest.mark.parametrize(
-    ("supervised", "dies_at"),
+    ("supervised", "dies_at", "opens"),
     [
-        pytest.param(True, (7, 25), marks=pytest.mark.soak),
-        pytest.param(True, (7, 25, 38), marks=pytest.mark.soak),
-        pytest.param(False, (25,), marks=pytest.mark.soak),
+        pytest.param(True, (7, 25), "", marks=pytest.mark.soak),
+        pytest.param(True, (7, 25, 38), "", marks=pytest.mark.soak),
+        # The script itself opens the runs of W&B and MLflow.
+        pytest.param(True, (7, 25), "yes", marks=pytest.mark.soak),
+        pytest.param(False, (25,), "", marks=pytest.mark.soak),
     ],
 )
 def test_a_run_of_many_attempts_is_one_run_with_each_step_once(
-    supervised: bool, dies_at: tuple[int, ...], tmp_path: Path
+    supervised: bool, dies_at: tuple[int, ...], opens: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    environment = _environment(tmp_path) | {"DIES_AT": " ".join(map(str, dies_at))}
+    environment = _environment(tmp_path) | {"DIES_AT": " ".join(map(str, dies_at)), "OPENS": opens}
     supervisor = [str(Path(sys.executable).with_name("runner")), "start", "--nproc-per-node=1"]
     command = [*supervisor, "train.py"] if supervised else [sys.executable, "train.py"]
     expected = [0] if supervised else [*(-9 for _ in dies_at), 0]
@@ -145,3 +152,22 @@ def test_a_run_of_many_attempts_is_one_run_with_each_step_once(
             for name, curve in points.items():
                 values = {entry["step"]: pytest.approx(entry[name]) for entry in history if name in entry}
                 assert dict(curve) == values, (read.__name__, name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("opens", ["", "yes"])
+def test_wandbs_client_sends_each_step_once(opens: str, tmp_path: Path) -> None:
+    """Online, to a server that answers as W&B's own, as far as the client asks."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace('["tensorboard", "wandb", "trackio", "mlflow"]', '"wandb"'))
+    command = [str(Path(sys.executable).with_name("runner")), "start", "--nproc-per-node=1", "train.py"]
+    with wandb_server() as server:
+        environment = _environment(tmp_path) | server.environment | {"DIES_AT": "7 25", "OPENS": opens}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "died-7").exists() and (tmp_path / "died-25").exists()
+    [history] = server.rows.values()
+    rows = [history[number] for number in sorted(history)]
+    assert [row["_step"] for row in rows] == list(range(len(rows)))
+    points = _by_name(rows)
+    assert Counter(step for step, _ in points["loss"]) == Counter(range(1, 41))
+    assert Counter(step for step, _ in points["eval_loss"]) == Counter(range(10, 41, 10))

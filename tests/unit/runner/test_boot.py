@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from helpers.journals import event
+from helpers.journals import entry, event
 from helpers.node_fakes import FakeDisplay
 
 from checkpointing.storage import LocalStorage
@@ -242,6 +242,51 @@ def test_a_leader_that_is_to_stop_does_not_follow(runs: Runs, monkeypatch: pytes
 def test_metrics_are_for_this_machine(options: list[str], address: str, runs: Runs) -> None:
     assert run("--metrics-port", "9400", *options).exit_code == 0
     assert runs.served == [(address, 9400)]
+
+
+def observed(runs: Runs, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[list[str], list[str]]:
+    """What is sent of a run with a webhook, and what the end of its session has."""
+    sent: list[str] = []
+    observers: list[Callable[[Any], None]] = []
+
+    class Hook:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def put(self, notification: Any) -> None:
+            sent.append(notification.kind)
+
+        def close(self, patience_s: float) -> None:
+            sent.append("closed")
+
+    def session(config: Any, directory: Any, display: Any, stop: Any) -> Any:
+        return SimpleNamespace(config=config, directory=directory, stop=stop, run_id="r", observers=observers)
+
+    def end(*_: Any) -> ExitCode:
+        for observe in observers:
+            observe(entry(1.0, "run_ended", state="failed", exit_code=76))
+        return runs.code
+
+    monkeypatch.setattr(boot, "Webhook", Hook)
+    monkeypatch.setattr(boot, "Session", session)
+    monkeypatch.setattr(runs, "run", end)
+    monkeypatch.setattr(boot, "_start_again_as_follower", lambda: None)
+    run("--set", "notify.url=https://host/", *options)
+    return sent, [role for role, _ in runs.started]
+
+
+def test_a_leader_notifies_and_waits_for_the_last_message(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert observed(runs, monkeypatch) == (["failed", "closed"], ["supervisor"])
+
+
+def test_a_follower_does_not_notify(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = ("--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "localhost:1")
+    assert observed(runs, monkeypatch, *nodes) == ([], ["follower"])
+
+
+def test_a_leader_that_was_replaced_does_not_tell_of_an_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.was_replaced = True
+    assert observed(runs, monkeypatch)[0] == ["closed"]
 
 
 @pytest.mark.parametrize(

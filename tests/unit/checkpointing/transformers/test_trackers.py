@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from infra.parts import require
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils as integrations
 
-from checkpointing.transformers.trackers import _wandb_rows, continue_trackers, drop_repeated_lines
+from checkpointing.transformers.trackers import continue_trackers, drop_repeated_lines
 
 HISTORY = [
     {"step": 10, "epoch": 0.1, "loss": 3.0},
@@ -90,13 +89,6 @@ def test_a_tracker_that_cannot_be_asked_logs_as_ever(
     assert not callback.logged and "reading the tracker's entries failed" in caplog.text
     callback.on_log(None, state, None, logs={"loss": 2.0})
     assert callback.logged == [(20, {"loss": 2.0})]
-
-
-def test_a_file_of_wandb_that_is_no_such_file_has_no_rows(tmp_path: Path) -> None:
-    require("wandb")
-    for content in (b"", b":W&B\xe1\xbe\x00", b":W&B\xe1\xbe\x00" + bytes(100), b"\xff" * 70_000):
-        (tmp_path / "run.wandb").write_bytes(content)
-        assert list(_wandb_rows(tmp_path / "run.wandb")) == []
 
 
 def test_lines_of_recomputed_steps_leave_the_logs_of_frameworks(tmp_path: Path) -> None:

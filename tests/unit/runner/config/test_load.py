@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from runner.config.load import (
     CONFIG_VARIABLES,
@@ -104,3 +106,28 @@ def test_what_is_no_record_is_refused(text: str | None, tmp_path: Path) -> None:
         file.write_text(text)
     with pytest.raises(UsageError, match=r"config\.yaml"):
         load_recorded(file)
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("notify.url=ftp://host/t0ken", "notify.url=... is not allowed: value error, write https://host/path"),
+        ("notify.url=https://user:t0ken@host/", "without user and password"),
+        ("notify.url=https://host:99999/t0ken", "write https://host/path"),
+        ("notify.url=[t0ken]", "notify.url=... is not allowed"),
+        ("notify={address: https://host/t0ken}", "unknown key notify.address (value ...); allowed here: url, format"),
+        ("notify=t0ken", "notify=... is not allowed: write a mapping"),
+        ("notify.events=[t0ken]", "notify.events.0=... is not allowed"),
+    ],
+)
+def test_a_webhooks_address_is_never_repeated(setting: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(problem)) as raised:
+        load_config(None, {}, [parse_setting(setting)])
+    assert "t0ken" not in str(raised.value)
+
+
+def test_a_webhooks_address_is_not_recorded() -> None:
+    config = load_config(None, {"RUNNER_NOTIFY_URL": "https://host/t0ken"})
+    assert config.notify.url is not None and config.notify.url.get_secret_value() == "https://host/t0ken"
+    assert "t0ken" not in config.to_yaml() + repr(config)
+    assert Config.model_validate(yaml.safe_load(config.to_yaml())).notify.url is None

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.receiver import receiver
 from infra.ports import free_port
 
 from runner.config.schema import Config, LaunchConfig
 from runner.doctor.collectives import judge
 from runner.doctor.findings import Finding, Level
 from runner.doctor.gpu_checks import check_devices, links_between_gpus, links_in, topology
-from runner.doctor.settings import check_settings
+from runner.doctor.settings import check_settings, check_webhook
 from runner.system.gpus import find_gpus
 
 
@@ -287,3 +288,27 @@ def test_a_field_that_a_driver_does_not_know_hides_no_gpu(tmp_path: Path, monkey
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert list(check_devices(2)) == [Finding(Level.OK, "GPUs", "none; ranks train on the CPU, over gloo")]
+
+
+# -- notifications -------------------------------------------------------------------------------------------------
+
+
+def test_a_test_message_is_posted() -> None:
+    with receiver() as served:
+        config = Config.model_validate({"notify": {"url": served.url}})
+        [found] = check_webhook(config, {})
+    assert found.level is Level.OK and served.kinds == ["run.test"]
+    assert "messages of the run arrive here" in served.messages[0]["data"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("notify", "problem"),
+    [
+        ({}, "there is no address"),
+        ({"url": "http://127.0.0.1:1/t0ken"}, "the test message was not taken: Connection refused"),
+        ({"url": "http://127.0.0.1:1/t0ken", "secret_env": "KEY"}, "the variable KEY is not set"),
+    ],
+)
+def test_what_would_keep_messages_from_arriving(notify: dict[str, str], problem: str) -> None:
+    [found] = check_webhook(Config.model_validate({"notify": notify}), {})
+    assert found.level is Level.FAIL and problem in found.text and "t0ken" not in found.text + found.fix

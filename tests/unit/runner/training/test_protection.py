@@ -158,3 +158,29 @@ def test_a_torch_with_other_names_is_left_as_it_is(
     monkeypatch.setattr(checkpointing.dcp, "protect", refuse)
     Rank().protection._protect_dcp(ModuleType("torch.distributed.checkpoint"))
     assert "torch.distributed.checkpoint is left as it is: torch 9 has no" in capfd.readouterr().err
+
+
+def test_a_look_whether_a_module_is_there_does_not_use_up_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers looks for wandb."""
+    (tmp_path / "looked_for.py").write_text("value = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before, given = list(sys.meta_path), list[object]()
+    when_imported("looked_for", lambda found: given.append(found.value))
+    for _ in range(2):
+        assert importlib.util.find_spec("looked_for") is not None
+    importlib.import_module("looked_for")
+    assert given == [3] and sys.meta_path == before
+    del sys.modules["looked_for"]
+
+
+@pytest.mark.parametrize(("mode", "tracks", "continued"), [("auto", True, 1), ("off", True, 0), ("auto", False, 0)])
+def test_runs_of_trackers_are_continued_by_the_first_rank(
+    mode: str, tracks: bool, continued: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[ModuleType] = []
+    monkeypatch.setattr(module, "CONTINUED", {"json": lambda runs, found: given.append(found)})
+    monkeypatch.setattr(module, "when_imported", lambda name, call: call(sys) if name == "json" else None)
+    Protection(mode, lambda reason: None, tracks=tracks).begin()
+    assert len(given) == continued
