@@ -51,6 +51,8 @@ def _texts(schema: Mapping[str, Any]) -> list[str]:
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is not None:
         return [str(value) for value in values]
+    if "enum" in schema.get("items", ()):
+        return [f"a list of {accepted(schema['items'])}"]
     if 0 < len(schema.get("properties", ())) <= _SHOWN_KEYS:
         return [f"a mapping with the keys {', '.join(schema['properties'])}"]
     if "pattern" in schema:

@@ -111,13 +111,13 @@ def test_what_is_no_record_is_refused(text: str | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
-        ("notify.url=ftp://host/t0ken", "notify.url=... is not allowed: value error, write https://host/path"),
+        ("notify.url=ftp://host/t0ken", "notify.url=... is not allowed: write https://HOST/PATH"),
         ("notify.url=https://user:t0ken@host/", "without user and password"),
-        ("notify.url=https://host:99999/t0ken", "write https://host/path"),
+        ("notify.url=https://host:99999/t0ken", "write https://HOST/PATH"),
         ("notify.url=[t0ken]", "notify.url=... is not allowed"),
-        ("notify={address: https://host/t0ken}", "unknown key notify.address (value ...); allowed here: url, format"),
-        ("notify=t0ken", "notify=... is not allowed: write a mapping"),
-        ("notify.events=[t0ken]", "notify.events.0=... is not allowed"),
+        ("notify={address: https://host/t0ken}", "unknown key notify.address (value ...); use one of url, format"),
+        ("notify=t0ken", "notify=... is not allowed: use a mapping"),
+        ("notify.events=[t0ken]", "notify.events=... is not allowed: use a list of failed, stuck"),
     ],
 )
 def test_a_webhooks_address_is_never_repeated(setting: str, problem: str) -> None:
