@@ -127,6 +127,12 @@ def _loopback(value: Any) -> Any:
     return "127.0.0.1" if value is None else value
 
 
+def _check_no_number(value: object) -> object:
+    if isinstance(value, int):
+        raise ValueError("use auto or null; a number of steps goes to trainer.save_steps, or to your script")
+    return value
+
+
 class CheckpointConfig(Section):
     """Checkpoint storage and intervals. `trainer.save_total_limit` sets how many checkpoints are kept."""
 
@@ -146,7 +152,7 @@ class CheckpointConfig(Section):
     """Interval, in steps, between in-memory snapshots, from which a failed attempt resumes. `auto` derives it from the
     measured cost of a snapshot and the failure rate. `null` takes snapshots only for commits. What is set here, and the
     next three keys, overrules what a program says."""
-    save_steps: Literal["auto"] | None = None
+    save_steps: Annotated[Literal["auto"] | None, BeforeValidator(_check_no_number)] = None
     """Interval between commits to storage. `null` leaves it to `trainer.save_steps`; `auto` derives it from the
     measured cost of a commit and the failure rate."""
     save_minutes: Annotated[float, Field(gt=0)] | None = Field(default=None, examples=[30])
