@@ -15,6 +15,10 @@ from typing import Any, TypedDict
 from checkpointing.format.manifest import Manifest
 
 
+# Of a loop that does not say it; a Trainer's arguments do. A disk that is full ends a run.
+DEFAULT_KEEP_LAST = 3
+
+
 class FurtherRetention(TypedDict, total=False):
     """Options of `Retention` that a Trainer's arguments do not have."""
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 
 from checkpointing.agent.events import BatchShape
-from checkpointing.commit.retention import RetentionOptions, retention_of
+from checkpointing.commit.retention import DEFAULT_KEEP_LAST, RetentionOptions, retention_of
 from checkpointing.commit.tiers import DEFAULT_LOCAL_KEEP_LAST
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.data.dealing import check_virtual_ranks
@@ -166,8 +166,8 @@ class CheckpointManager:
                 Frozen parameters and buffers may always hold them.
             virtual_ranks: Number of virtual ranks that compute each step, with the same bits on any number of ranks up
                 to that; see `shares`. "auto" is that of the checkpoint, or else of the ranks.
-            **retention: Which checkpoints to keep (see `Retention`): `keep_last`, the number of newest ones, all by
-                default; in addition every one whose step is a multiple of `keep_every`, and the best by `best_metric`,
+            **retention: Which checkpoints to keep (see `Retention`): `keep_last`, the number of newest ones, 3 by
+                default, None for all; in addition every one whose step is a multiple of `keep_every`, and the best by `best_metric`,
                 one of the metrics given to `save`, where `greater_is_better` says how it compares.
 
         Raises:
@@ -185,7 +185,7 @@ class CheckpointManager:
             resume=resume,
             memory_limit=memory_limit,
             cadence=Cadence(snapshot_steps, save_steps, save_minutes, overhead_cap),
-            retention=retention_of(retention, CheckpointManager),
+            retention=retention_of({"keep_last": DEFAULT_KEEP_LAST, **retention}, CheckpointManager),
             overlap=overlap,
             check_replicas=check_replicas,
             buddy_copies=buddy_copies,
