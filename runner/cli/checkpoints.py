@@ -1,19 +1,17 @@
-"""The commands `runner checkpoints list`, `verify`, `export` and `prune`."""
+"""The commands `runner checkpoints list`, `verify` and `prune`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
 
 import click
 
 from checkpointing.commit.retention import FurtherRetention, Retention
+from runner.cli.locations import config_of, progress_bar, split_checkpoint, stages_of
 from runner.cli.options import echo
 from runner.errors import UsageError
 
@@ -22,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @click.group()
 def checkpoints() -> None:
-    """List, verify, export and prune checkpoints.
+    """List, verify, compare, copy, export and prune checkpoints.
 
     LOCATION is the folder of a run, a folder of checkpoints, or a URL.
     """
@@ -37,7 +35,7 @@ def list_checkpoints(location: str) -> None:
     """
     from runner.system.text import duration
 
-    stages = _stages(location)
+    stages = stages_of(location)
     if not any(tiers.catalog.entries() for _, tiers in stages):
         echo(f"no checkpoints at {location}")
         return
@@ -65,12 +63,12 @@ def verify(location: str, step: int | None) -> None:
     quarantined (checkpoint-N.invalid), and proves to be whole, gets its place back, unless training has gone on
     without it.
     """
-    if step is None and (one := re.fullmatch(r"(.*)/checkpoint-(\d{1,15})/?", location)) is not None:
-        location, step = one[1], int(one[2])
-    for stage, tiers in _stages(location):
+    if step is None:
+        location, step = split_checkpoint(location)
+    for stage, tiers in stages_of(location):
         for line in _take_back(tiers, step):
             echo(f"{line}  {stage}".rstrip())
-    found = [(stage, tiers, entry) for stage, tiers in _stages(location) for entry in tiers.catalog.entries()]
+    found = [(stage, tiers, entry) for stage, tiers in stages_of(location) for entry in tiers.catalog.entries()]
     found = [(stage, tiers, entry) for stage, tiers, entry in found if step in (None, entry.step)]
     if not found:
         name = "checkpoint" if step is None else f"checkpoint-{step}"
@@ -95,7 +93,7 @@ def _verdict_of(entry: Any) -> str:
     try:
         if entry.manifest is None:
             raise InvalidCheckpoint(entry.storage.describe(entry.step), str(entry.problem))
-        with _progress_bar(f"checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
+        with progress_bar(f"checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
             manifest = verify_copy(entry.storage, entry.step, advance)
         if (lacking := missing_member(file.name for file in manifest.files)) is not None:
             raise InvalidCheckpoint(entry.storage.describe(entry.step), f"{lacking} is not among its files")
@@ -132,31 +130,6 @@ def _take_back(tiers: Any, only: int | None) -> Iterator[str]:
                 yield f"{line}  back     it was quarantined, and is whole"
 
 
-@checkpoints.command()
-@click.argument("location")
-@click.argument("step", type=int)
-@click.argument("directory", type=click.Path(path_type=Path))
-def export(location: str, step: int, directory: Path) -> None:
-    """Copy the checkpoint of STEP at LOCATION to DIRECTORY in Hugging Face layout.
-
-    Every digest is compared. Where several stages of a run have a checkpoint of STEP, LOCATION is to be the stage's
-    folder.
-    """
-    from checkpointing.commit.export import export_checkpoint
-
-    stages = _stages(location)
-    having = [tiers for _, tiers in stages if step in tiers.catalog.committed_steps()]
-    if len(having) > 1:
-        places = " or ".join(tiers.durable.location for tiers in having)
-        raise UsageError(f"several stages have a checkpoint-{step}: export from {places}")
-    entry = (having or [stages[0][1]])[0].catalog.find(step)
-    assert entry.manifest is not None
-    with _progress_bar(f"checkpoint-{step}", entry.manifest.total_bytes) as advance:
-        export_checkpoint(entry.storage, step, directory, advance)
-    sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
-    echo(f"checkpoint-{step}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, in {directory}")
-
-
 def _further_retention_options(command: F) -> F:
     """Add an option for each entry of `FurtherRetention`."""
     for field in reversed(dataclasses.fields(Retention)):
@@ -189,7 +162,7 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
     from checkpointing.errors import InvalidCheckpoint
     from runner.journal.run_directory import RunDirectory
 
-    config = _config_of(location)
+    config = config_of(location)
     metric, greater = None, False
     if config is not None:
         # The lock is held to the end: a running run prunes by itself, and none may start meanwhile.
@@ -198,7 +171,7 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
         given = {name: value for name, value in further.items() if value is not None}
         further = cast(FurtherRetention, {**config.checkpoint.further_retention, **given})
     retention = Retention(keep_last=keep_last, best_metric=metric, greater_is_better=greater, **further)
-    for storage in (storage for _, tiers in _stages(location, config) for storage in tiers.nearest_first):
+    for storage in (storage for _, tiers in stages_of(location, config) for storage in tiers.nearest_first):
         manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}
         superfluous = steps_to_remove(manifests.values(), retention)
         for step in sorted(manifests, reverse=True) if superfluous else ():
@@ -211,53 +184,3 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
         for step in superfluous:
             storage.remove(step)
             echo(f"removed {storage.describe(step)}")
-
-
-def _config_of(location: str) -> Any:
-    """Return the configuration of the run in this folder; None if it is not a run's folder."""
-    from runner.config.load import load_recorded
-
-    root = Path(location.removeprefix("file://"))
-    if not ((root / "config.yaml").is_file() and (root / "journal.jsonl").exists()):
-        return None
-    config = load_recorded(root / "config.yaml")
-    config.move_to(root)
-    return config
-
-
-def _stages(location: str, config: Any = None) -> list[tuple[str, Any]]:
-    """Return name and tiers of each stage at a location; the first one has no name. See `_tiers`."""
-    first = _tiers(location, config)
-    return [("", first), *((stage.name, tiers) for stage, tiers in first.stages)]
-
-
-def _tiers(location: str, config: Any = None) -> Any:
-    """Open the storage of a run by its folder, or a location of checkpoints; UsageError if it is neither."""
-    from checkpointing.commit.tiers import open_tiers
-
-    try:
-        config = config or _config_of(location)
-        if config is not None:
-            return config.tiers
-        if location.startswith("file:///"):
-            location = location.removeprefix("file://")
-        root = Path(location)
-        tiers = open_tiers(str(root / "checkpoints") if (root / "checkpoints").is_dir() else location)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if not location or ("://" not in location and not root.is_dir()):
-        raise UsageError(f"{location!r} is not a folder; pass a run's output_dir or its checkpoints folder")
-    return tiers
-
-
-@contextlib.contextmanager
-def _progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal; yields a function that takes the number of bytes of each step."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda nbytes: progress.advance(task, nbytes)

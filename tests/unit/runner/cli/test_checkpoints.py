@@ -135,7 +135,7 @@ def test_a_later_stage_is_exported_and_pruned_too(stages: Path, tmp_path: Path) 
     assert checkpoints("export", stages, 10, tmp_path / "first")[0] == 0
 
     code, output = checkpoints("export", stages, 40, tmp_path / "both")
-    assert code == 2 and f"several stages have a checkpoint-40: export from {stages}" in output
+    assert code == 2 and f"several stages have a checkpoint-40: name one in {stages}" in output
     assert "/checkpoints/stage-2-dpo" in output and not (tmp_path / "both").exists()
     assert checkpoints("export", stages / "checkpoints" / "stage-2-dpo", 40, tmp_path / "both")[0] == 0
 

@@ -1,0 +1,58 @@
+"""`runner checkpoints copy`, as a user types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from unit.runner.cli.test_checkpoints import LOSSES, checkpoints, kept, run, stages
+
+from checkpointing.commit.catalog import verify
+from checkpointing.storage import LocalStorage
+
+__all__ = ["run", "stages"]  # fixtures
+
+
+def test_one_checkpoint_or_all_of_them_are_copied(run: Path, tmp_path: Path) -> None:
+    there = LocalStorage(tmp_path / "there")
+    code, output = checkpoints("copy", run / "checkpoints" / "checkpoint-20", there.root)
+    assert code == 0 and output == f"checkpoint-20: 3 files copied to {there.describe(20)}\n"
+    code, output = checkpoints("copy", run, f"file://{there.root}")
+    assert code == 0 and f"checkpoint-20: 3 files was there before, and is whole: {there.describe(20)}" in output
+    assert there.steps() == sorted(LOSSES)
+    assert all(verify(there, step).step == step for step in LOSSES)
+
+
+def test_a_run_takes_copies_in(run: Path, tmp_path: Path) -> None:
+    checkpoints("copy", run, tmp_path / "there")
+    checkpoints("prune", run, "--keep-last", 1)
+    assert checkpoints("copy", "there/checkpoint-10", run, cwd=tmp_path)[0] == 0
+    assert checkpoints("copy", "checkpoint-30", run, cwd=tmp_path / "there")[0] == 0
+    assert kept(run) == [10, 20, 30, 40]
+
+
+def test_later_stages_are_copied_too(stages: Path, tmp_path: Path) -> None:
+    assert checkpoints("copy", stages, tmp_path / "there")[0] == 0
+    code, output = checkpoints("list", tmp_path / "there")
+    assert code == 0 and "stage-2-dpo:" in output
+    assert LocalStorage(tmp_path / "there" / "stage-2-dpo").steps() == [40, 50]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "reason"),
+    [
+        ("run/checkpoint-7", "there", "there is no whole checkpoint-7 at run; see `runner checkpoints list`"),
+        ("nowhere/checkpoint-7", "there", "'nowhere' is not a folder"),
+        ("run", "", "the destination is empty"),
+        ("run", "there/checkpoint-10", "names a checkpoint; name the folder or the URL that is to contain it"),
+        ("run", "nonsense://there", "nonsense"),
+    ],
+)
+def test_what_cannot_be_copied_is_said(run: Path, source: str, destination: str, reason: str) -> None:
+    code, output = checkpoints("copy", source, destination, cwd=run.parent)
+    assert code == 2 and reason in output and len(output.splitlines()) == 1, output
+
+
+def test_another_run_with_the_same_step_is_not_overwritten(run: Path, stages: Path) -> None:
+    code, output = checkpoints("copy", stages / "checkpoints" / "stage-2-dpo", run)
+    assert code == 2 and "checkpoint-40 is another checkpoint (run run, attempt 1) and is kept" in output
