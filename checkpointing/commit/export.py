@@ -7,10 +7,11 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpointing.commit.catalog import check_digest
 from checkpointing.commit.reading import pieces_of, read_private
 from checkpointing.commit.shard_reading import ShardReaders, index_of, read_range, recorded_files
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
@@ -27,7 +28,11 @@ _MOST_BYTES = 5 * 10**9
 
 
 def export_checkpoint(
-    storage: Storage, step: int, directory: Path, copied: Callable[[int], None] = lambda nbytes: None
+    storage: Storage,
+    step: int,
+    directory: Path,
+    copied: Callable[[int], None] = lambda nbytes: None,
+    without: Container[str] = (),
 ) -> Manifest:
     """Copy the files of a step into a new directory, and compare their digests; it appears whole or not at all.
 
@@ -39,6 +44,7 @@ def export_checkpoint(
         step: Its step.
         directory: New or empty directory.
         copied: Called with a number of bytes as they are copied.
+        without: Names of files to leave out, but for those that are spread over shards.
 
     Returns:
         The checkpoint's manifest.
@@ -52,7 +58,7 @@ def export_checkpoint(
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        _copy_files(storage, manifest, temporary, copied)
+        _copy_files(storage, manifest, temporary, copied, without)
         if manifest.is_sharded:
             _put_together(storage, manifest, temporary, copied)
         if directory.exists():
@@ -67,6 +73,29 @@ def export_checkpoint(
     return manifest
 
 
+def readable_directory(
+    storage: Storage,
+    step: int,
+    scratch: Path,
+    copied: Callable[[int], None] = lambda nbytes: None,
+    without: Container[str] = (),
+) -> Path:
+    """Return a directory with the files of a step, their digests compared, as `export_checkpoint` makes it.
+
+    That is the checkpoint's own where it is whole on this machine; it may hold other files, too. Otherwise it is
+    `scratch`, which must not exist. The other arguments, and the errors, are those of `export_checkpoint`.
+    """
+    manifest, directory = storage.read_manifest(step), storage.directory(step)
+    if directory is None or manifest.is_sharded:
+        export_checkpoint(storage, step, scratch, copied, without)
+        return scratch
+    for file in manifest.files:
+        if file.name not in without:
+            check_digest(storage, manifest, file)
+            copied(file.size)
+    return directory
+
+
 def _check_new(directory: Path, checkpoint: Path | None) -> None:
     if directory.resolve() == Path.cwd():
         raise CheckpointError("the current directory is not replaced; name a new one")
@@ -76,7 +105,9 @@ def _check_new(directory: Path, checkpoint: Path | None) -> None:
         raise CheckpointError(f"{directory} exists already; choose another directory")
 
 
-def _copy_files(storage: Storage, manifest: Manifest, target: Path, copied: Callable[[int], None]) -> None:
+def _copy_files(
+    storage: Storage, manifest: Manifest, target: Path, copied: Callable[[int], None], without: Container[str]
+) -> None:
     """Copy the files that are not spread over shards, and compare their digests."""
 
     def counted(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -85,7 +116,7 @@ def _copy_files(storage: Storage, manifest: Manifest, target: Path, copied: Call
             copied(len(piece))
 
     for file in manifest.files:
-        if manifest.is_sharded and file.name.startswith(FOLDER):
+        if file.name in without or (manifest.is_sharded and file.name.startswith(FOLDER)):
             continue
         digest = RunningDigest(algorithm_of(file.digest))
         (target / file.name).parent.mkdir(parents=True, exist_ok=True)

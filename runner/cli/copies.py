@@ -1,7 +1,10 @@
-"""The commands that take a checkpoint elsewhere: `runner checkpoints copy` and `export`."""
+"""The commands that take a checkpoint elsewhere: `runner checkpoints copy`, `diff` and `export`."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import click
@@ -9,6 +12,7 @@ import click
 from runner.cli.locations import checkpoint_named, progress_bar, split_checkpoint, storage_at, tiers_of
 from runner.cli.options import echo
 from runner.errors import UsageError
+from runner.system.text import visible
 
 
 @click.command()
@@ -42,6 +46,56 @@ def copy(source: str, destination: str) -> None:
     if not num_found:
         name = "checkpoint" if only is None else f"checkpoint-{only}"
         raise UsageError(f"there is no whole {name} at {location}; see `runner checkpoints list`")
+
+
+@click.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each difference, one a line.")
+def diff(a: str, b: str, as_json: bool) -> None:
+    """Print what changed from checkpoint A to checkpoint B, and by how much.
+
+    A and B are LOCATION/checkpoint-STEP, or a location, of which the newest checkpoint is taken. Tensors are compared
+    bit by bit, in pieces: added, removed, of another type or shape, or by how much their values differ; so are the
+    states of optimizer, scheduler and trainer. Times of the trainer's log are left out. Digests are compared of all
+    that is read; files whose recorded digests are equal are not. What is in shards, or not on this machine, is put
+    together in TMPDIR first.
+
+    The exit code is 0 if they are equal, 1 if not.
+    """
+    from checkpointing.commit.export import readable_directory
+
+    entries = [checkpoint_named(name) for name in (a, b)]
+    digests = [{(file.name, file.digest) for file in entry.manifest.files} for entry in entries]
+    equal = [] if any(entry.manifest.is_sharded for entry in entries) else [name for name, _ in digests[0] & digests[1]]
+    if digests[0] == digests[1]:
+        sys.exit(0)
+    with tempfile.TemporaryDirectory(prefix="runner-diff-") as scratch:
+        folders = []
+        for name, entry in zip("ab", entries, strict=True):
+            with progress_bar(f"{name.upper()}: checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
+                folders.append(readable_directory(entry.storage, entry.step, Path(scratch, name), advance, equal))
+        options = [*(f"--without={name}" for name in equal), *(["--json"] if as_json else [])]
+        sys.exit(_in_a_process("checkpointing.files.differences", *map(str, folders), *options))
+
+
+def _in_a_process(module: str, *arguments: str) -> int:
+    """Run a module that imports torch, print what it prints, and return its exit code if that is 0 or 1.
+
+    Raises:
+        UsageError: It ended with 2; the text is what it has written to standard error.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            echo(visible(line.rstrip("\n")))
+        errors = process.stderr.read()
+    if process.returncode == 2:
+        raise UsageError(errors.strip())
+    if process.returncode not in (0, 1):
+        raise RuntimeError(f"{module} ended with {process.returncode}:\n{errors}")
+    return process.returncode
 
 
 @click.command()

@@ -1,10 +1,14 @@
-"""`runner checkpoints copy`, as a user types it."""
+"""`runner checkpoints copy`, `diff` and `export`, as a user types them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.small_checkpoint import network, write_checkpoint
+from helpers.spread_checkpoint import ROWS, commit_spread
 from unit.runner.cli.test_checkpoints import LOSSES, checkpoints, kept, run, stages
 
 from checkpointing.commit.catalog import verify
@@ -56,3 +60,36 @@ def test_what_cannot_be_copied_is_said(run: Path, source: str, destination: str,
 def test_another_run_with_the_same_step_is_not_overwritten(run: Path, stages: Path) -> None:
     code, output = checkpoints("copy", stages / "checkpoints" / "stage-2-dpo", run)
     assert code == 2 and "checkpoint-40 is another checkpoint (run run, attempt 1) and is kept" in output
+
+
+def test_differences_are_printed_and_counted_by_the_exit_code(tmp_path: Path) -> None:
+    training = network()
+    for name in ("a", "b"):
+        write_checkpoint(tmp_path / name, 10, training)
+    assert checkpoints("diff", tmp_path / "a", tmp_path / "b") == (0, "")
+    with torch.no_grad():
+        training[0].bias.zero_()
+    spread = LocalStorage(tmp_path / "spread")
+    write_checkpoint(tmp_path / "b", 20, training)
+    code, output = checkpoints("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1 and output.startswith("model.safetensors: bias: 3 of 3 elements differ, by "), output
+    code, output = checkpoints("diff", tmp_path / "a" / "checkpoint-10", tmp_path / "b" / "checkpoint-20", "--json")
+    assert code == 1 and json.loads(output)["num_different"] == 3
+    assert checkpoints("diff", tmp_path / "b" / "checkpoint-10", tmp_path / "a")[0] == 0
+    commit_spread(spread, 10, ROWS)
+    code, output = checkpoints("diff", spread.root, tmp_path / "a")
+    assert code == 1 and "model.safetensors: norm: removed (float32 [3])" in output
+
+
+def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    training = network()
+    storage = write_checkpoint(tmp_path / "a", 10, training)
+    with torch.no_grad():
+        training[0].bias.zero_()
+    write_checkpoint(tmp_path / "b", 10, training)
+    code, output = checkpoints("diff", tmp_path / "a" / "checkpoint-9", tmp_path / "b")
+    assert code == 2 and "there is no such checkpoint; committed steps: 10" in output
+    path = storage.directory(10) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    code, output = checkpoints("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 2 and "model.safetensors was altered" in output
