@@ -16,12 +16,12 @@ from checkpointing.commit.reading import pieces_of, read_private
 from checkpointing.commit.shard_reading import ShardReaders, index_of, read_range, recorded_files
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.format.digest import RunningDigest, algorithm_of, digesting
-from checkpointing.format.layout import MODEL_NAME
+from checkpointing.format.layout import MASTER_NAME, MODEL_NAME, OPTIMIZER_NAME, is_of_training
 from checkpointing.format.manifest import Manifest
 from checkpointing.format.shard_index import FOLDER, INDEX_NAME, SpreadFile
 from checkpointing.storage import Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX
-from checkpointing.storage.durable import write_file
+from checkpointing.storage.durable import fsync_tree, write_file
 
 # What Hugging Face writes into one file of weights at most.
 _MOST_BYTES = 5 * 10**9
@@ -44,7 +44,7 @@ def export_checkpoint(
         step: Its step.
         directory: New or empty directory.
         copied: Called with a number of bytes as they are copied.
-        without: Names of files to leave out, but for those that are spread over shards.
+        without: Names of files to leave out.
 
     Returns:
         The checkpoint's manifest.
@@ -54,13 +54,58 @@ def export_checkpoint(
         CheckpointError: The directory exists, or cannot be written.
     """
     manifest = storage.read_manifest(step)
+    with _appearing(storage, step, directory) as temporary:
+        _copy_files(storage, manifest, temporary, copied, without)
+        if manifest.is_sharded:
+            _put_together(storage, manifest, temporary, copied, without)
+    return manifest
+
+
+def export_model(
+    storage: Storage,
+    step: int,
+    directory: Path,
+    convert: Callable[[Path, Path], None],
+    copied: Callable[[int], None] = lambda nbytes: None,
+) -> Manifest:
+    """Have a step's model converted to a new directory, which appears whole or not at all.
+
+    Args:
+        storage: Where the checkpoint is.
+        step: Its step.
+        directory: New or empty directory.
+        convert: Reads the first directory, which has the checkpoint's files without those of training only, but for
+            the weights in full precision; fills the second.
+        copied: Called with a number of bytes as they are read.
+
+    Returns:
+        The checkpoint's manifest.
+
+    Raises:
+        InvalidCheckpoint: It is not whole, or a digest differs.
+        CheckpointError: The directory exists, or cannot be written.
+    """
+    manifest = storage.read_manifest(step)
+    names = [file.name for file in manifest.files if is_of_training(file.name) and file.name != MASTER_NAME]
+    names.append(OPTIMIZER_NAME)  # It may be spread over shards.
+    scratch = directory.with_name(f".{directory.name}.{os.getpid()}.source")
+    try:
+        with _appearing(storage, step, directory) as temporary:
+            convert(readable_directory(storage, step, scratch, copied, names), temporary)
+            fsync_tree(temporary)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return manifest
+
+
+@contextlib.contextmanager
+def _appearing(storage: Storage, step: int, directory: Path) -> Iterator[Path]:
+    """Give a new directory, whose name is `directory` in the end; raises as `export_checkpoint` does."""
     _check_new(directory, storage.directory(step))
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        _copy_files(storage, manifest, temporary, copied, without)
-        if manifest.is_sharded:
-            _put_together(storage, manifest, temporary, copied)
+        yield temporary
         if directory.exists():
             directory.rmdir()
         temporary.rename(directory)
@@ -70,7 +115,6 @@ def export_checkpoint(
         raise InvalidCheckpoint(storage.describe(step), str(error)) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return manifest
 
 
 def readable_directory(
@@ -150,7 +194,9 @@ def _is_a_checkpoints(directory: Path, checkpoint: Path | None) -> bool:
     return place in target.parents and target.relative_to(place).parts[0].startswith(CHECKPOINT_PREFIX)
 
 
-def _put_together(storage: Storage, manifest: Manifest, folder: Path, copied: Callable[[int], None]) -> None:
+def _put_together(
+    storage: Storage, manifest: Manifest, folder: Path, copied: Callable[[int], None], without: Container[str]
+) -> None:
     """Write the files that a checkpoint has in shards.
 
     Args:
@@ -158,6 +204,7 @@ def _put_together(storage: Storage, manifest: Manifest, folder: Path, copied: Ca
         manifest: Its manifest.
         folder: Where to.
         copied: Called with a number of bytes as they are copied.
+        without: Names of files to leave out.
 
     Raises:
         OSError: They cannot be read or written.
@@ -170,6 +217,8 @@ def _put_together(storage: Storage, manifest: Manifest, folder: Path, copied: Ca
         raise ValueError(f"{INDEX_NAME} was altered: its digest differs")
     readers, index = ShardReaders(files, mapped=False), index_of(data, files)
     for name, file in index.files.items():
+        if name in without:
+            continue
         outputs = [_Output(name, 0, file.nbytes)]
         if name == MODEL_NAME and file.nbytes > _MOST_BYTES:
             outputs, weights = _divided(file, readers)

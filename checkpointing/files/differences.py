@@ -2,7 +2,7 @@
 
     python -m checkpointing.files.differences FOLDER_A FOLDER_B [--without NAME]... [--json]
 
-Prints the differences of the files in two folders, one a line, and exits with 1 if there are any. Files are mapped, and
+Prints the differences of the files in two folders, one a line, and exits with 3 if there are any. Files are mapped, and
 tensors are compared in pieces, so memory does not grow with the checkpoint. Nothing in a file is executed.
 """
 
@@ -27,9 +27,11 @@ import torch
 from checkpointing.commit.reading import read_shared
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.files.safetensors_files import model_state
+from checkpointing.files.safetensors_files import mapped_state
 from checkpointing.format.manifest import MANIFEST_NAME
 
+# Exit code; that of an uncaught exception is 1.
+DIFFERENT = 3
 # Parts of the names of a Trainer's figures that depend on the clock alone.
 CLOCK = ("_runtime", "_per_second", "tokens_per_s")
 # In a checkpoint of several files of weights; they are compared as one.
@@ -139,7 +141,7 @@ def _files(folder: Path, without: frozenset[str]) -> dict[str, list[Path]]:
 def _of_files(name: str, a: list[Path], b: list[Path]) -> Iterator[Difference]:
     kind = Path(name).suffix
     if kind == ".safetensors":
-        yield from _of_trees(name, "", _parsed(a, _weights), _parsed(b, _weights))
+        yield from _of_trees(name, "", _parsed(a, mapped_state), _parsed(b, mapped_state))
     elif filecmp.cmp(a[0], b[0], shallow=False):
         return
     # What a generator's state differs by says nothing.
@@ -159,13 +161,6 @@ def _parsed(paths: list[Path], parse: Callable[[list[Path]], Any]) -> Any:
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
         raise InvalidCheckpoint(str(paths[0]), f"it cannot be parsed ({type(error).__name__}: {text})") from error
-
-
-def _weights(paths: list[Path]) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = {}
-    for path in paths:
-        state |= model_state(read_shared(path, algorithm=None)[0])
-    return state
 
 
 def _torch_object(paths: list[Path]) -> Any:
@@ -297,7 +292,7 @@ def main() -> None:
     except CheckpointError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    sys.exit(1 if differ else 0)
+    sys.exit(DIFFERENT if differ else 0)
 
 
 if __name__ == "__main__":

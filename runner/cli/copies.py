@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 
 from runner.cli.locations import checkpoint_named, progress_bar, split_checkpoint, storage_at, tiers_of
+from runner.cli.model_export import converter, in_a_process
 from runner.cli.options import echo
 from runner.errors import UsageError
-from runner.system.text import visible
 
 
 @click.command()
@@ -76,42 +76,43 @@ def diff(a: str, b: str, as_json: bool) -> None:
             with progress_bar(f"{name.upper()}: checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
                 folders.append(readable_directory(entry.storage, entry.step, Path(scratch, name), advance, equal))
         options = [*(f"--without={name}" for name in equal), *(["--json"] if as_json else [])]
-        sys.exit(_in_a_process("checkpointing.files.differences", *map(str, folders), *options))
-
-
-def _in_a_process(module: str, *arguments: str) -> int:
-    """Run a module that imports torch, print what it prints, and return its exit code if that is 0 or 1.
-
-    Raises:
-        UsageError: It ended with 2; the text is what it has written to standard error.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            echo(visible(line.rstrip("\n")))
-        errors = process.stderr.read()
-    if process.returncode == 2:
-        raise UsageError(errors.strip())
-    if process.returncode not in (0, 1):
-        raise RuntimeError(f"{module} ended with {process.returncode}:\n{errors}")
-    return process.returncode
+        are_equal = in_a_process("checkpointing.files.differences", *map(str, folders), *options)
+    sys.exit(0 if are_equal else 1)
 
 
 @click.command()
 @click.argument("location")
 @click.argument("step", type=int)
 @click.argument("directory", type=click.Path(path_type=Path))
-def export(location: str, step: int, directory: Path) -> None:
+@click.option("--model-only", is_flag=True, help="Leave out what only training reads; the following options do, too.")
+@click.option("--merge", is_flag=True, help="Merge the adapter into its base model, in memory for all of it.")
+@click.option(
+    "--base-model", metavar="MODEL", help="Base model to merge into (default: the one that the adapter names)."
+)
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Type of the weights (default: as they are)."
+)
+@click.option("--max-shard-size", metavar="SIZE", help="Size of a file of weights at most (default: 5GB).")
+@click.option("--gguf", is_flag=True, help="Convert to model.gguf in DIRECTORY, too, by llama.cpp's converter.")
+@click.option(
+    "--gguf-converter", metavar="PATH", help="Path of convert_hf_to_gguf.py (default: found in PATH); implies --gguf."
+)
+def export(location: str, step: int, directory: Path, **options: Any) -> None:
     """Copy the checkpoint of STEP at LOCATION to DIRECTORY in Hugging Face layout.
 
-    Every digest is compared. Where several stages of a run have a checkpoint of STEP, LOCATION is to be the stage's
-    folder.
-    """
-    from checkpointing.commit.export import export_checkpoint
+    Every digest is compared. What is in shards (FSDP2, ZeRO, tensor and pipeline parallelism) is put together. Where
+    several stages of a run have a checkpoint of STEP, LOCATION is to be the stage's folder.
 
+    With any option, DIRECTORY has the model alone, its configuration and its tokenizer: what `from_pretrained` reads.
+    """
+    from checkpointing.commit.export import export_checkpoint, export_model
+
+    convert = converter(**options)
     entry = checkpoint_named(f"{location}/checkpoint-{step}")
     with progress_bar(f"checkpoint-{step}", entry.manifest.total_bytes) as advance:
-        export_checkpoint(entry.storage, step, directory, advance)
+        if convert is None:
+            export_checkpoint(entry.storage, step, directory, advance)
+        else:
+            export_model(entry.storage, step, directory, convert, advance)
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
     echo(f"checkpoint-{step}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, in {directory}")

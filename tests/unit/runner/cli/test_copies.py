@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.small_checkpoint import network, write_checkpoint
-from helpers.spread_checkpoint import ROWS, commit_spread
+from helpers.spread_checkpoint import COLUMNS, ROWS, STATE, commit_spread
+from safetensors.torch import load_file
 from unit.runner.cli.test_checkpoints import LOSSES, checkpoints, kept, run, stages
 
 from checkpointing.commit.catalog import verify
@@ -93,3 +94,25 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     code, output = checkpoints("diff", tmp_path / "a", tmp_path / "b")
     assert code == 2 and "model.safetensors was altered" in output
+
+
+def test_a_model_is_exported_alone_also_out_of_shards(tmp_path: Path) -> None:
+    commit_spread(LocalStorage(tmp_path / "spread"), 10, COLUMNS)
+    arguments = ("--dtype", "bf16", "--max-shard-size", "40")
+    code, output = checkpoints("export", tmp_path / "spread", 10, tmp_path / "out", *arguments)
+    assert code == 0, output
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    found = load_file(tmp_path / "out" / names[0]) | load_file(tmp_path / "out" / names[1])
+    assert found.keys() == STATE.keys()
+    assert all(torch.equal(value, STATE[name].bfloat16()) for name, value in found.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "spread"]
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", 10, network())
+    code, output = checkpoints("export", tmp_path / "run", 10, tmp_path / "out", "--merge")
+    assert code == 2 and output.endswith("there is no adapter to merge; leave --merge out\n"), output
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    code, output = checkpoints("export", tmp_path / "run", 10, tmp_path / "out", "--model-only")
+    assert code == 0 and [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
