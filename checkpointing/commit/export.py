@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from checkpointing.commit.reading import pieces_of, read_private
 from checkpointing.commit.shard_reading import ShardReaders, index_of, read_range, recorded_files
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.format.digest import RunningDigest, algorithm_of, digesting
-from checkpointing.format.layout import MASTER_NAME, MODEL_NAME, OPTIMIZER_NAME, is_of_training
+from checkpointing.format.layout import MASTER_NAME, MODEL_NAME, is_of_training
 from checkpointing.format.manifest import Manifest
 from checkpointing.format.shard_index import FOLDER, INDEX_NAME, SpreadFile
 from checkpointing.storage import Storage
@@ -32,7 +32,7 @@ def export_checkpoint(
     step: int,
     directory: Path,
     copied: Callable[[int], None] = lambda nbytes: None,
-    without: Container[str] = (),
+    without: Callable[[str], bool] = lambda name: False,
 ) -> Manifest:
     """Copy the files of a step into a new directory, and compare their digests; it appears whole or not at all.
 
@@ -44,7 +44,7 @@ def export_checkpoint(
         step: Its step.
         directory: New or empty directory.
         copied: Called with a number of bytes as they are copied.
-        without: Names of files to leave out.
+        without: Says by its name whether a file is to be left out.
 
     Returns:
         The checkpoint's manifest.
@@ -86,12 +86,14 @@ def export_model(
         CheckpointError: The directory exists, or cannot be written.
     """
     manifest = storage.read_manifest(step)
-    names = [file.name for file in manifest.files if is_of_training(file.name) and file.name != MASTER_NAME]
-    names.append(OPTIMIZER_NAME)  # It may be spread over shards.
+
+    def without(name: str) -> bool:
+        return is_of_training(name) and name != MASTER_NAME
+
     scratch = directory.with_name(f".{directory.name}.{os.getpid()}.source")
     try:
         with _appearing(storage, step, directory) as temporary:
-            convert(readable_directory(storage, step, scratch, copied, names), temporary)
+            convert(readable_directory(storage, step, scratch, copied, without), temporary)
             fsync_tree(temporary)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -122,7 +124,7 @@ def readable_directory(
     step: int,
     scratch: Path,
     copied: Callable[[int], None] = lambda nbytes: None,
-    without: Container[str] = (),
+    without: Callable[[str], bool] = lambda name: False,
 ) -> Path:
     """Return a directory with the files of a step, their digests compared, as `export_checkpoint` makes it.
 
@@ -134,7 +136,7 @@ def readable_directory(
         export_checkpoint(storage, step, scratch, copied, without)
         return scratch
     for file in manifest.files:
-        if file.name not in without:
+        if not without(file.name):
             check_digest(storage, manifest, file)
             copied(file.size)
     return directory
@@ -150,7 +152,7 @@ def _check_new(directory: Path, checkpoint: Path | None) -> None:
 
 
 def _copy_files(
-    storage: Storage, manifest: Manifest, target: Path, copied: Callable[[int], None], without: Container[str]
+    storage: Storage, manifest: Manifest, target: Path, copied: Callable[[int], None], without: Callable[[str], bool]
 ) -> None:
     """Copy the files that are not spread over shards, and compare their digests."""
 
@@ -160,7 +162,7 @@ def _copy_files(
             copied(len(piece))
 
     for file in manifest.files:
-        if file.name in without or (manifest.is_sharded and file.name.startswith(FOLDER)):
+        if without(file.name) or (manifest.is_sharded and file.name.startswith(FOLDER)):
             continue
         digest = RunningDigest(algorithm_of(file.digest))
         (target / file.name).parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +197,7 @@ def _is_a_checkpoints(directory: Path, checkpoint: Path | None) -> bool:
 
 
 def _put_together(
-    storage: Storage, manifest: Manifest, folder: Path, copied: Callable[[int], None], without: Container[str]
+    storage: Storage, manifest: Manifest, folder: Path, copied: Callable[[int], None], without: Callable[[str], bool]
 ) -> None:
     """Write the files that a checkpoint has in shards.
 
@@ -204,7 +206,7 @@ def _put_together(
         manifest: Its manifest.
         folder: Where to.
         copied: Called with a number of bytes as they are copied.
-        without: Names of files to leave out.
+        without: Says by its name whether a file is to be left out.
 
     Raises:
         OSError: They cannot be read or written.
@@ -217,7 +219,7 @@ def _put_together(
         raise ValueError(f"{INDEX_NAME} was altered: its digest differs")
     readers, index = ShardReaders(files, mapped=False), index_of(data, files)
     for name, file in index.files.items():
-        if name in without:
+        if without(name):
             continue
         outputs = [_Output(name, 0, file.nbytes)]
         if name == MODEL_NAME and file.nbytes > _MOST_BYTES:

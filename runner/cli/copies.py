@@ -1,4 +1,4 @@
-"""The commands that take a checkpoint elsewhere: `runner checkpoints copy`, `diff` and `export`."""
+"""The commands that take a checkpoint elsewhere: `runner checkpoints copy`, `diff`, `export` and `push`."""
 
 from __future__ import annotations
 
@@ -67,14 +67,17 @@ def diff(a: str, b: str, as_json: bool) -> None:
 
     entries = [checkpoint_named(name) for name in (a, b)]
     digests = [{(file.name, file.digest) for file in entry.manifest.files} for entry in entries]
-    equal = [] if any(entry.manifest.is_sharded for entry in entries) else [name for name, _ in digests[0] & digests[1]]
+    is_sharded = any(entry.manifest.is_sharded for entry in entries)
+    equal = set() if is_sharded else {name for name, _ in digests[0] & digests[1]}
     if digests[0] == digests[1]:
         sys.exit(0)
     with tempfile.TemporaryDirectory(prefix="runner-diff-") as scratch:
         folders = []
         for name, entry in zip("ab", entries, strict=True):
             with progress_bar(f"{name.upper()}: checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
-                folders.append(readable_directory(entry.storage, entry.step, Path(scratch, name), advance, equal))
+                folders.append(
+                    readable_directory(entry.storage, entry.step, Path(scratch, name), advance, equal.__contains__)
+                )
         options = [*(f"--without={name}" for name in equal), *(["--json"] if as_json else [])]
         are_equal = in_a_process("checkpointing.files.differences", *map(str, folders), *options)
     sys.exit(0 if are_equal else 1)
@@ -116,3 +119,43 @@ def export(location: str, step: int, directory: Path, **options: Any) -> None:
             export_model(entry.storage, step, directory, convert, advance)
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
     echo(f"checkpoint-{step}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, in {directory}")
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.argument("repository", metavar="REPO")
+@click.option("--private", is_flag=True, help="Create the repository, private, where there is none.")
+@click.option("--revision", metavar="BRANCH", help="Branch to commit to (default: main).")
+@click.option("--model-only", is_flag=True, help="Leave out what only training reads.")
+def push(checkpoint: str, repository: str, private: bool, revision: str | None, model_only: bool) -> None:
+    """Commit CHECKPOINT to REPO (OWNER/NAME) on the Hugging Face Hub, in Hugging Face layout.
+
+    CHECKPOINT is LOCATION/checkpoint-STEP, or a location, of which the newest checkpoint is taken. Every digest is
+    compared first. It becomes one commit, whose description names the checkpoint: what is on the branch already is not
+    pushed again, and after a kill the same command uploads what is missing. The token is that of `hf auth login`, or
+    HF_TOKEN. What is in shards, or not on this machine, is put together in TMPDIR first.
+    """
+    from checkpointing.commit.export import readable_directory
+    from checkpointing.format.layout import is_of_training
+    from checkpointing.storage.hub import push_files
+
+    entry = checkpoint_named(checkpoint)
+    manifest = entry.manifest
+    without = is_of_training if model_only else lambda name: False
+    marker = f"checkpoint {manifest.identity}" + (" (model only)" if model_only else "")
+    with tempfile.TemporaryDirectory(prefix="runner-push-") as scratch:
+        with progress_bar(f"checkpoint-{entry.step}", manifest.total_bytes) as advance:
+            folder = readable_directory(entry.storage, entry.step, Path(scratch, "files"), advance, without)
+        names = [file.name for file in manifest.files if not without(file.name)]
+        if folder != entry.storage.directory(entry.step):
+            names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        pushed = push_files(
+            repository,
+            {name: folder / name for name in names},
+            title=f"checkpoint-{entry.step} of run {manifest.run_id}",
+            marker=marker,
+            creates_private=private,
+            revision=revision,
+        )
+    what = f"{len(names)} files pushed to" if pushed.is_new else "was pushed before to"
+    echo(f"checkpoint-{entry.step}: {what} {repository}, commit {pushed.commit}")

@@ -57,7 +57,7 @@ _COMMANDS = [
     chaos.chaos,
     checkpoints,
 ]
-for _command in (copies.copy, copies.diff, copies.export):
+for _command in (copies.copy, copies.diff, copies.export, copies.push):
     checkpoints.add_command(_command)
 for _command in _COMMANDS:
     cli.add_command(_command)
