@@ -1,8 +1,9 @@
-"""The commands `runner checkpoints list`, `verify` and `prune`."""
+"""The commands `runner checkpoints list`, `verify`, `keep`, `unkeep` and `prune`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,16 +12,17 @@ from typing import Any, TypeVar, Unpack, cast
 import click
 
 from checkpointing.commit.retention import FurtherRetention, Retention
-from runner.cli.locations import config_of, progress_bar, split_checkpoint, stages_of
+from runner.cli.locations import config_of, progress_bar, split_checkpoint, stages_of, tiers_with
 from runner.cli.options import echo
 from runner.errors import UsageError
 
+_LONGEST_LABEL = 200
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @click.group()
 def checkpoints() -> None:
-    """List, verify, compare, copy, export and prune checkpoints.
+    """List, verify, compare, keep, copy, export, push and prune checkpoints.
 
     LOCATION is the folder of a run, a folder of checkpoints, or a URL.
     """
@@ -29,10 +31,11 @@ def checkpoints() -> None:
 @checkpoints.command("list")
 @click.argument("location")
 def list_checkpoints(location: str) -> None:
-    """List the checkpoints at LOCATION, newest first.
+    """List the checkpoints at LOCATION, newest first, and which of them are kept, with their labels.
 
     File sizes are checked; contents are checked only by `verify`.
     """
+    from checkpointing.commit.kept import labels
     from runner.system.text import duration
 
     stages = stages_of(location)
@@ -43,6 +46,7 @@ def list_checkpoints(location: str) -> None:
     for stage, tiers in stages:
         if stage:
             echo(f"{stage}:")
+        kept = {storage.location: labels(storage) for storage in tiers.nearest_first}
         for entry in tiers.catalog.entries():
             tier = tiers.name(entry.storage)
             if entry.manifest is None:
@@ -50,7 +54,10 @@ def list_checkpoints(location: str) -> None:
                 continue
             age = duration(time.time() - entry.manifest.created_at)
             size = f"{entry.manifest.total_bytes / 1e6:.1f} MB"
-            echo(f"{entry.step:>8}  {age:>12}  {size:>12}  {tier:<6}  sizes ok (attempt {entry.manifest.attempt})")
+            state = f"sizes ok (attempt {entry.manifest.attempt})"
+            if (label := kept[entry.storage.location].get(entry.step)) is not None:
+                state += f", kept: {label}" if label else ", kept"
+            echo(f"{entry.step:>8}  {age:>12}  {size:>12}  {tier:<6}  {state}")
 
 
 @checkpoints.command()
@@ -130,6 +137,46 @@ def _take_back(tiers: Any, only: int | None) -> Iterator[str]:
                 yield f"{line}  back     it was quarantined, and is whole"
 
 
+@checkpoints.command()
+@click.argument("checkpoint")
+@click.option("--label", default="", metavar="TEXT", help="What to call it in `list` (default: nothing).")
+def keep(checkpoint: str, label: str) -> None:
+    """Keep CHECKPOINT (LOCATION/checkpoint-STEP, or the newest of a location): no retention removes it.
+
+    A run that lives honours that at once. `unkeep` leaves it to retention again.
+    """
+    from checkpointing.commit.kept import keep as keep_copy
+    from checkpointing.commit.kept import unkeep as unkeep_copy
+
+    if len(label) > _LONGEST_LABEL or "\n" in label:
+        raise UsageError(f"--label: write at most {_LONGEST_LABEL} characters, in one line")
+    tiers, step = tiers_with(checkpoint)
+    # The durable tier gets it even before the checkpoint: an upload may be under way.
+    places = [storage for storage in tiers.nearest_first if storage is tiers.durable or storage.has_step(step)]
+    for storage in places:
+        keep_copy(storage, step, label)
+    if step not in tiers.catalog.committed_steps():
+        for storage in places:
+            unkeep_copy(storage, step)
+        raise UsageError(f"checkpoint-{step} at {tiers.durable.location} was removed meanwhile; keep another one")
+    echo(f"checkpoint-{step} at {tiers.durable.location} is kept" + (f": {label}" if label else ""))
+
+
+@checkpoints.command()
+@click.argument("checkpoint")
+def unkeep(checkpoint: str) -> None:
+    """Leave CHECKPOINT (LOCATION/checkpoint-STEP) to retention again."""
+    from checkpointing.commit.kept import kept_steps
+    from checkpointing.commit.kept import unkeep as unkeep_copy
+
+    tiers, step = tiers_with(checkpoint)
+    places = [storage for storage in tiers.nearest_first if step in kept_steps(storage)]
+    for storage in places:
+        unkeep_copy(storage, step)
+    what = "is left to retention" if places else "was not kept"
+    echo(f"checkpoint-{step} at {tiers.durable.location} {what}")
+
+
 def _further_retention_options(command: F) -> F:
     """Add an option for each entry of `FurtherRetention`."""
     for field in reversed(dataclasses.fields(Retention)):
@@ -154,26 +201,29 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
 
     Incomplete checkpoints are not counted and not removed. If LOCATION is the folder of a run, the checkpoints that its
     configuration keeps permanently stay as well, among them the best by `metric_for_best_model`. The newest checkpoint
-    whose digests match always stays.
+    whose digests match always stays, and so does what `keep` has named.
     """
     from checkpointing.commit.catalog import Catalog
     from checkpointing.commit.catalog import verify as verify_copy
+    from checkpointing.commit.kept import kept_steps
     from checkpointing.commit.retention import best_by, steps_to_remove
     from checkpointing.errors import InvalidCheckpoint
     from runner.journal.run_directory import RunDirectory
 
     config = config_of(location)
     metric, greater = None, False
+    given: dict[str, Any] = {name: value for name, value in further.items() if value is not None}
     if config is not None:
         # The lock is held to the end: a running run prunes by itself, and none may start meanwhile.
         RunDirectory(config.output_dir, config.launch.node_rank).lock(cancelled=lambda: True)
         metric, greater = best_by(config.best_metric, config.trainer.get("greater_is_better"))
-        given = {name: value for name, value in further.items() if value is not None}
-        further = cast(FurtherRetention, {**config.checkpoint.further_retention, **given})
-    retention = Retention(keep_last=keep_last, best_metric=metric, greater_is_better=greater, **further)
+        given = {**config.checkpoint.further_retention, **given}
+    retention = Retention(
+        keep_last=keep_last, best_metric=metric, greater_is_better=greater, **cast(FurtherRetention, given)
+    )
     for storage in (storage for _, tiers in stages_of(location, config) for storage in tiers.nearest_first):
         manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}
-        superfluous = steps_to_remove(manifests.values(), retention)
+        superfluous = steps_to_remove(manifests.values(), retention, functools.partial(kept_steps, storage))
         for step in sorted(manifests, reverse=True) if superfluous else ():
             superfluous = [other for other in superfluous if other != step]
             try:

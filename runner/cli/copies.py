@@ -23,9 +23,11 @@ def copy(source: str, destination: str) -> None:
 
     Every digest is compared. A copy is a checkpoint like any other: it appears whole or not at all, and `runner start`
     resumes from it. A command that was killed continues where it ended when it is given again. A checkpoint that
-    DESTINATION has already is verified there; another one of the same step is never overwritten.
+    DESTINATION has already is verified there; another one of the same step is never overwritten. What is kept is kept
+    there, too, with its label.
     """
     from checkpointing.commit.checkpoint_copy import copy_checkpoint
+    from checkpointing.commit.kept import keep, labels
     from checkpointing.commit.tiers import FIRST_STAGE
 
     location, only = split_checkpoint(source)
@@ -41,6 +43,8 @@ def copy(source: str, destination: str) -> None:
             entry = catalog.find(step)
             with progress_bar(f"checkpoint-{step}", entry.manifest.total_bytes) as advance:
                 is_new = copy_checkpoint(entry.storage, step, place, advance)
+            if (label := labels(entry.storage).get(step)) is not None:
+                keep(place, step, label)
             what = "copied to" if is_new else "was there before, and is whole:"
             echo(f"checkpoint-{step}: {len(entry.manifest.files)} files {what} {place.describe(step)}")
     if not num_found:

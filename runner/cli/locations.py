@@ -28,18 +28,26 @@ def checkpoint_named(name: str) -> Any:
         UsageError: There is none, or several stages of the run have one of that step.
         InvalidCheckpoint: It is not whole.
     """
+    tiers, step = tiers_with(name)
+    return tiers.catalog.find(step)
+
+
+def tiers_with(name: str) -> tuple[Any, int]:
+    """Return the tiers that have a checkpoint, and its step; raises as `checkpoint_named` does."""
     location, step = split_checkpoint(name)
     stages = stages_of(location)
     if step is None:
         steps = [(tiers, steps[-1]) for _, tiers in stages if (steps := tiers.catalog.committed_steps())]
         if not steps:
             raise UsageError(f"there is no checkpoint at {location}; see `runner checkpoints list`")
-        return steps[-1][0].catalog.find(steps[-1][1])
+        return steps[-1]
     having = [tiers for _, tiers in stages if step in tiers.catalog.committed_steps()]
     if len(having) > 1:
         places = " or ".join(tiers.durable.location for tiers in having)
         raise UsageError(f"several stages have a checkpoint-{step}: name one in {places}")
-    return (having or [stages[0][1]])[0].catalog.find(step)
+    tiers = (having or [stages[0][1]])[0]
+    tiers.catalog.find(step)
+    return tiers, step
 
 
 def storage_at(location: str) -> Any:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from unit.runner.cli.test_checkpoints import LOSSES, checkpoints, kept, run, stages
 
 from checkpointing.commit.catalog import verify
+from checkpointing.commit.kept import labels
 from checkpointing.storage import LocalStorage
 
 __all__ = ["run", "stages"]  # fixtures
@@ -34,6 +35,12 @@ def test_a_run_takes_copies_in(run: Path, tmp_path: Path) -> None:
     assert checkpoints("copy", "there/checkpoint-10", run, cwd=tmp_path)[0] == 0
     assert checkpoints("copy", "checkpoint-30", run, cwd=tmp_path / "there")[0] == 0
     assert kept(run) == [10, 20, 30, 40]
+
+
+def test_what_is_kept_is_kept_there_too(run: Path, tmp_path: Path) -> None:
+    checkpoints("keep", run / "checkpoint-20", "--label", "best so far")
+    checkpoints("copy", run, tmp_path / "there")
+    assert labels(LocalStorage(tmp_path / "there")) == {20: "best so far"}
 
 
 def test_later_stages_are_copied_too(stages: Path, tmp_path: Path) -> None:
