@@ -141,7 +141,7 @@ def push(checkpoint: str, repository: str, private: bool, revision: str | None, 
     """
     from checkpointing.commit.export import readable_directory
     from checkpointing.format.layout import is_of_training
-    from checkpointing.storage.hub import push_files
+    from checkpointing.storage.hub_commit import push_files
 
     entry = checkpoint_named(checkpoint)
     manifest = entry.manifest

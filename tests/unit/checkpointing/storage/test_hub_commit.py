@@ -11,7 +11,7 @@ import pytest
 from helpers.hub_server import READER, WRITER, HubServer, hub_server
 
 from checkpointing.errors import CheckpointError, StorageUnreachable
-from checkpointing.storage.hub import Pushed, push_files
+from checkpointing.storage.hub_commit import Pushed, push_files
 
 CONTENTS = {"model.safetensors": b"weights" * 99, "folder/config.json": b"{}", "empty": b""}
 
