@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ class LocalTransaction:
             # What is left of the same attempt can only be a failed try of this process.
             shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir(exist_ok=continues)
+        if continues:
+            _check_own(self._temporary)
         for partial in self._temporary.rglob(f"*{_PARTIAL}") if continues else ():
             partial.unlink(missing_ok=True)
         try:
@@ -196,6 +199,15 @@ class LocalTransaction:
         for _ in range(5):
             if _remove_tree(self._temporary):
                 return
+
+
+def _check_own(folder: Path) -> None:
+    """Raise OSError unless a folder is one that this user has made: what another one has put there is not continued."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise OSError(
+            errno.EPERM, "another user has begun it; remove that folder, or have that user continue", str(folder)
+        )
 
 
 def _remove_tree(folder: Path) -> bool:

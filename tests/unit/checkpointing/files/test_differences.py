@@ -151,6 +151,21 @@ def test_what_cannot_be_parsed_is_named(tmp_path: Path) -> None:
         found(a, b)
 
 
+class Forged:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+def test_no_code_is_run(tmp_path: Path) -> None:
+    a, b = folder(tmp_path / "a"), folder(tmp_path / "b", None, Forged(tmp_path / "ran"))
+    with pytest.raises(InvalidCheckpoint, match=r"optimizer\.pt"):
+        found(a, b)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ones = torch.ones(30_000_000)
     a, b = folder(tmp_path / "a", {"x": ones}), folder(tmp_path / "b", {"x": ones.mul_(2)})

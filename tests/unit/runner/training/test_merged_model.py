@@ -91,3 +91,13 @@ def test_a_quantized_base_is_refused(base: Path, adapter: Path, tmp_path: Path) 
 def test_a_model_is_no_adapter(base: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no adapter to merge; leave --merge out"):
         merge(base, tmp_path / "out", None, None, 10**9)
+
+
+def test_code_of_the_base_is_not_run(base: Path, adapter: Path, tmp_path: Path) -> None:
+    path = base / "config.json"
+    automatic = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "mine", "auto_map": automatic}))
+    (base / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        merge(adapter, tmp_path / "out", None, None, 10**9)
+    assert not (tmp_path / "ran").exists()
