@@ -205,9 +205,8 @@ def _check_own(folder: Path) -> None:
     """Raise OSError unless a folder is one that this user has made: what another one has put there is not continued."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise OSError(
-            errno.EPERM, "another user has begun it; remove that folder, or have that user continue", str(folder)
-        )
+        text = "another user has begun it; remove that folder, or have that user continue"
+        raise OSError(errno.EPERM, text, str(folder))
 
 
 def _remove_tree(folder: Path) -> bool:

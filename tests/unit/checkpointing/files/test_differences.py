@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bomb import Bomb
 from safetensors.torch import save_file
 
 from checkpointing.errors import InvalidCheckpoint
@@ -151,16 +152,8 @@ def test_what_cannot_be_parsed_is_named(tmp_path: Path) -> None:
         found(a, b)
 
 
-class Forged:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self._path,)
-
-
 def test_no_code_is_run(tmp_path: Path) -> None:
-    a, b = folder(tmp_path / "a"), folder(tmp_path / "b", None, Forged(tmp_path / "ran"))
+    a, b = folder(tmp_path / "a"), folder(tmp_path / "b", None, Bomb(tmp_path / "ran"))
     with pytest.raises(InvalidCheckpoint, match=r"optimizer\.pt"):
         found(a, b)
     assert not (tmp_path / "ran").exists()
