@@ -21,7 +21,7 @@ from runner.errors import UsageError
 def copy(source: str, destination: str) -> None:
     """Copy a checkpoint (LOCATION/checkpoint-STEP), or all at a location, to DESTINATION, a folder or a URL.
 
-    Every digest is compared. A copy is a checkpoint like any other: it appears whole or not at all, and `runner start`
+    Every digest is compared. A copy is a checkpoint like any other: it appears whole or not at all, and training
     resumes from it. A command that was killed continues where it ended when it is given again. A checkpoint that
     DESTINATION has already is verified there; another one of the same step is never overwritten. What is kept is kept
     there, too, with its label.
@@ -45,8 +45,8 @@ def copy(source: str, destination: str) -> None:
                 is_new = copy_checkpoint(entry.storage, step, place, advance)
             if (label := labels(entry.storage).get(step)) is not None:
                 keep(place, step, label)
-            what = "copied to" if is_new else "was there before, and is whole:"
-            echo(f"checkpoint-{step}: {len(entry.manifest.files)} files {what} {place.describe(step)}")
+            what = f"{len(entry.manifest.files)} files copied to" if is_new else "there already, and whole:"
+            echo(f"checkpoint-{step}: {what} {place.describe(step)}")
     if not num_found:
         name = "checkpoint" if only is None else f"checkpoint-{only}"
         raise UsageError(f"there is no whole {name} at {location}; see `runner checkpoints list`")

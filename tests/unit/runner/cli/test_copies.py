@@ -24,7 +24,7 @@ def test_one_checkpoint_or_all_of_them_are_copied(run: Path, tmp_path: Path) -> 
     code, output = checkpoints("copy", run / "checkpoints" / "checkpoint-20", there.root)
     assert code == 0 and output == f"checkpoint-20: 3 files copied to {there.describe(20)}\n"
     code, output = checkpoints("copy", run, f"file://{there.root}")
-    assert code == 0 and f"checkpoint-20: 3 files was there before, and is whole: {there.describe(20)}" in output
+    assert code == 0 and f"checkpoint-20: there already, and whole: {there.describe(20)}" in output
     assert there.steps() == sorted(LOSSES)
     assert all(verify(there, step).step == step for step in LOSSES)
 
