@@ -21,6 +21,7 @@ from checkpointing.agent.events import (
 )
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, PortionEnded, Report, SharesWritten, progress_reporter, text_of
+from checkpointing.commit.kept import kept_steps
 from checkpointing.commit.protocol import CommitSteps, StagedFile, commit_snapshot
 from checkpointing.commit.reading import pieces_of
 from checkpointing.commit.replicated_save import ReplicatedCommit, ReplicatedSave, write_portion
@@ -309,7 +310,7 @@ class Publisher:
         try:
             committed = committed_at(storage)
             sizes = {manifest.step: manifest.total_bytes for manifest in committed}
-            doomed = set(steps_to_remove(committed, retention))
+            doomed = set(steps_to_remove(committed, retention, lambda: kept_steps(storage)))
             doomed -= set(spared()) if doomed else set()
             kept = [one for one in committed if one.step not in doomed]
             if doomed and not self._is_proven(storage, kept, len(doomed)):

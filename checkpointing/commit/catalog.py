@@ -10,7 +10,7 @@ from pathlib import Path
 from checkpointing.commit.reading import digest_of, fault
 from checkpointing.errors import ForeignCheckpoint, InvalidCheckpoint, StaleCheckpoint
 from checkpointing.format.digest import algorithm_of, digest_buffer
-from checkpointing.format.manifest import Manifest
+from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.storage import Storage
 from checkpointing.storage.fence import Fence
 
@@ -122,16 +122,21 @@ def verify(storage: Storage, step: int, read: Callable[[int], None] = lambda nby
         StorageUnreachable: It cannot be read now.
     """
     manifest = storage.read_manifest(step)
-    label = storage.describe(step)
     for file in manifest.files:
-        try:
-            actual = digest_of(storage.file(manifest, file.name), algorithm_of(file.digest))
-        except OSError as error:
-            raise fault(label, file.name, error) from None
-        if actual != file.digest:
-            raise InvalidCheckpoint(label, f"{file.name} was altered: its digest differs from the manifest's")
+        check_digest(storage, manifest, file)
         read(file.size)
     return manifest
+
+
+def check_digest(storage: Storage, manifest: Manifest, file: FileEntry) -> None:
+    """Read a file of a checkpoint; raises as `verify` does."""
+    label = storage.describe(manifest.step)
+    try:
+        actual = digest_of(storage.file(manifest, file.name), algorithm_of(file.digest))
+    except OSError as error:
+        raise fault(label, file.name, error) from None
+    if actual != file.digest:
+        raise InvalidCheckpoint(label, f"{file.name} was altered: its digest differs from the manifest's")
 
 
 def read_file(storage: Storage, manifest: Manifest, name: str) -> bytes:

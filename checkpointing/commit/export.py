@@ -11,23 +11,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpointing.commit.catalog import check_digest
 from checkpointing.commit.reading import pieces_of, read_private
 from checkpointing.commit.shard_reading import ShardReaders, index_of, read_range, recorded_files
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.format.digest import RunningDigest, algorithm_of, digesting
-from checkpointing.format.layout import MODEL_NAME
+from checkpointing.format.layout import MASTER_NAME, MODEL_NAME, is_of_training
 from checkpointing.format.manifest import Manifest
 from checkpointing.format.shard_index import FOLDER, INDEX_NAME, SpreadFile
 from checkpointing.storage import Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX
-from checkpointing.storage.durable import write_file
+from checkpointing.storage.durable import fsync_tree, write_file
 
 # What Hugging Face writes into one file of weights at most.
 _MOST_BYTES = 5 * 10**9
 
 
 def export_checkpoint(
-    storage: Storage, step: int, directory: Path, copied: Callable[[int], None] = lambda nbytes: None
+    storage: Storage,
+    step: int,
+    directory: Path,
+    copied: Callable[[int], None] = lambda nbytes: None,
+    without: Callable[[str], bool] = lambda name: False,
 ) -> Manifest:
     """Copy the files of a step into a new directory, and compare their digests; it appears whole or not at all.
 
@@ -39,6 +44,7 @@ def export_checkpoint(
         step: Its step.
         directory: New or empty directory.
         copied: Called with a number of bytes as they are copied.
+        without: Says by its name whether a file is to be left out.
 
     Returns:
         The checkpoint's manifest.
@@ -48,13 +54,60 @@ def export_checkpoint(
         CheckpointError: The directory exists, or cannot be written.
     """
     manifest = storage.read_manifest(step)
+    with _appearing(storage, step, directory) as temporary:
+        _copy_files(storage, manifest, temporary, copied, without)
+        if manifest.is_sharded:
+            _put_together(storage, manifest, temporary, copied, without)
+    return manifest
+
+
+def export_model(
+    storage: Storage,
+    step: int,
+    directory: Path,
+    convert: Callable[[Path, Path], None],
+    copied: Callable[[int], None] = lambda nbytes: None,
+) -> Manifest:
+    """Have a step's model converted to a new directory, which appears whole or not at all.
+
+    Args:
+        storage: Where the checkpoint is.
+        step: Its step.
+        directory: New or empty directory.
+        convert: Reads the first directory, which has the checkpoint's files without those of training only, but for
+            the weights in full precision; fills the second.
+        copied: Called with a number of bytes as they are read.
+
+    Returns:
+        The checkpoint's manifest.
+
+    Raises:
+        InvalidCheckpoint: It is not whole, or a digest differs.
+        CheckpointError: The directory exists, or cannot be written.
+    """
+    manifest = storage.read_manifest(step)
+
+    def without(name: str) -> bool:
+        return is_of_training(name) and name != MASTER_NAME
+
+    scratch = directory.with_name(f".{directory.name}.{os.getpid()}.source")
+    try:
+        with _appearing(storage, step, directory) as temporary:
+            convert(readable_directory(storage, step, scratch, copied, without), temporary)
+            fsync_tree(temporary)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return manifest
+
+
+@contextlib.contextmanager
+def _appearing(storage: Storage, step: int, directory: Path) -> Iterator[Path]:
+    """Give a new directory, whose name is `directory` in the end; raises as `export_checkpoint` does."""
     _check_new(directory, storage.directory(step))
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        _copy_files(storage, manifest, temporary, copied)
-        if manifest.is_sharded:
-            _put_together(storage, manifest, temporary, copied)
+        yield temporary
         if directory.exists():
             directory.rmdir()
         temporary.rename(directory)
@@ -64,7 +117,29 @@ def export_checkpoint(
         raise InvalidCheckpoint(storage.describe(step), str(error)) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return manifest
+
+
+def readable_directory(
+    storage: Storage,
+    step: int,
+    scratch: Path,
+    copied: Callable[[int], None] = lambda nbytes: None,
+    without: Callable[[str], bool] = lambda name: False,
+) -> Path:
+    """Return a directory with the files of a step, their digests compared, as `export_checkpoint` makes it.
+
+    That is the checkpoint's own where it is whole on this machine; it may hold other files, too. Otherwise it is
+    `scratch`, which must not exist. The other arguments, and the errors, are those of `export_checkpoint`.
+    """
+    manifest, directory = storage.read_manifest(step), storage.directory(step)
+    if directory is None or manifest.is_sharded:
+        export_checkpoint(storage, step, scratch, copied, without)
+        return scratch
+    for file in manifest.files:
+        if not without(file.name):
+            check_digest(storage, manifest, file)
+            copied(file.size)
+    return directory
 
 
 def _check_new(directory: Path, checkpoint: Path | None) -> None:
@@ -76,7 +151,9 @@ def _check_new(directory: Path, checkpoint: Path | None) -> None:
         raise CheckpointError(f"{directory} exists already; choose another directory")
 
 
-def _copy_files(storage: Storage, manifest: Manifest, target: Path, copied: Callable[[int], None]) -> None:
+def _copy_files(
+    storage: Storage, manifest: Manifest, target: Path, copied: Callable[[int], None], without: Callable[[str], bool]
+) -> None:
     """Copy the files that are not spread over shards, and compare their digests."""
 
     def counted(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -85,7 +162,7 @@ def _copy_files(storage: Storage, manifest: Manifest, target: Path, copied: Call
             copied(len(piece))
 
     for file in manifest.files:
-        if manifest.is_sharded and file.name.startswith(FOLDER):
+        if without(file.name) or (manifest.is_sharded and file.name.startswith(FOLDER)):
             continue
         digest = RunningDigest(algorithm_of(file.digest))
         (target / file.name).parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +196,9 @@ def _is_a_checkpoints(directory: Path, checkpoint: Path | None) -> bool:
     return place in target.parents and target.relative_to(place).parts[0].startswith(CHECKPOINT_PREFIX)
 
 
-def _put_together(storage: Storage, manifest: Manifest, folder: Path, copied: Callable[[int], None]) -> None:
+def _put_together(
+    storage: Storage, manifest: Manifest, folder: Path, copied: Callable[[int], None], without: Callable[[str], bool]
+) -> None:
     """Write the files that a checkpoint has in shards.
 
     Args:
@@ -127,6 +206,7 @@ def _put_together(storage: Storage, manifest: Manifest, folder: Path, copied: Ca
         manifest: Its manifest.
         folder: Where to.
         copied: Called with a number of bytes as they are copied.
+        without: Says by its name whether a file is to be left out.
 
     Raises:
         OSError: They cannot be read or written.
@@ -139,6 +219,8 @@ def _put_together(storage: Storage, manifest: Manifest, folder: Path, copied: Ca
         raise ValueError(f"{INDEX_NAME} was altered: its digest differs")
     readers, index = ShardReaders(files, mapped=False), index_of(data, files)
     for name, file in index.files.items():
+        if without(name):
+            continue
         outputs = [_Output(name, 0, file.nbytes)]
         if name == MODEL_NAME and file.nbytes > _MOST_BYTES:
             outputs, weights = _divided(file, readers)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from checkpointing.commit.reading import read_shared
 from checkpointing.errors import CheckpointError
 from checkpointing.files.file_images import FileImage, bytes_of, tensor_over
 from checkpointing.host.shared_memory import round_up
@@ -114,6 +116,14 @@ def model_state(buffer: memoryview) -> dict[str, torch.Tensor]:
     # Every file says that its format is "pt": no alias of a tensor of that name.
     aliases = {alias: owner for alias, owner in aliases.items() if alias != _FORMAT_KEY or owner != _FORMAT}
     return state | {alias: state[owner] for alias, owner in aliases.items() if owner in state and alias not in state}
+
+
+def mapped_state(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the files of one model, over the mapped files; raises as `model_state` does, or OSError."""
+    state: dict[str, torch.Tensor] = {}
+    for path in paths:
+        state |= model_state(read_shared(path, algorithm=None)[0])
+    return state
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -64,3 +64,13 @@ PER_RANK_PREFIXES = (
     *("rng_state", "data_state", "rank_state"),
     *(LOOP_STATE_PREFIX, STEP_RECORD_PREFIX, SCRIPT_STATE_PREFIX),
 )
+
+
+# What only training reads; besides, all that Python has pickled.
+_TRAINING_NAMES = (MASTER_NAME, TRAINER_STATE_NAME, BUFFERS_NAME, ORDER_NAME, BUCKETS_NAME)
+_PICKLED = (".pt", ".pth", ".bin")
+
+
+def is_of_training(name: str) -> bool:
+    """Return whether a file of a checkpoint is read by training only, not by who loads the model."""
+    return name in _TRAINING_NAMES or name.endswith(_PICKLED) or name.startswith(PER_RANK_PREFIXES)

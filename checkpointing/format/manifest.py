@@ -114,6 +114,12 @@ class Manifest:
         return SnapshotInfo(**{field.name: getattr(self, field.name) for field in fields(SnapshotInfo)})
 
     @property
+    def identity(self) -> str:
+        """What this state and its copies have in common, and no other has: 32 hexadecimal digits of a digest."""
+        body = {"info": asdict(self.info), "files": [asdict(file) for file in self.files]}
+        return _self_digest(body).rpartition(":")[2]
+
+    @property
     def total_bytes(self) -> int:
         """Size of all files."""
         return sum(file.size for file in self.files)

@@ -167,8 +167,9 @@ class CheckpointManager:
             virtual_ranks: Number of virtual ranks that compute each step, with the same bits on any number of ranks up
                 to that; see `shares`. "auto" is that of the checkpoint, or else of the ranks.
             **retention: Which checkpoints to keep (see `Retention`): `keep_last`, the number of newest ones, 3 by
-                default, None for all; in addition every one whose step is a multiple of `keep_every`, and the best by `best_metric`,
-                one of the metrics given to `save`, where `greater_is_better` says how it compares.
+                default, None for all; in addition every one whose step is a multiple of `keep_every`, and the best one,
+                or the `keep_best` best ones, by `best_metric`, one of the metrics given to `save`, where
+                `greater_is_better` says how it compares.
 
         Raises:
             TypeError: An argument is unknown.

@@ -42,6 +42,9 @@ class Transaction(Protocol):
             The file's size in bytes.
         """
 
+    def written(self) -> dict[str, int]:
+        """Return the size in bytes of each whole file that is stored already, by name, where the save `continues`."""
+
     def commit(self, manifest: Manifest) -> None:
         """Publish. When this returns, the checkpoint survives a power cut.
 
@@ -194,7 +197,9 @@ class Storage(ABC):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def begin(self, step: int, attempt: int, identity: str = "", *, joins: bool = False) -> Transaction:
+    def begin(
+        self, step: int, attempt: int, identity: str = "", *, joins: bool = False, continues: bool = False
+    ) -> Transaction:
         """Start writing the checkpoint of a step.
 
         Args:
@@ -203,6 +208,8 @@ class Storage(ABC):
             identity: Identity of the save, in hexadecimal digits, where several nodes write it: all begin with the
                 same one, and one of them commits or aborts.
             joins: This node does neither: nothing is made for it.
+            continues: What an earlier process has written whole under this identity stays, and each file appears whole
+                or not at all.
         """
 
     def displace_stale(self, step: int, attempt: int) -> None:

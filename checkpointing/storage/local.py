@@ -105,11 +105,13 @@ class LocalStorage(Storage):
         """Hold the directory."""
         self._watched = WatchedDirectory(self.root)
 
-    def begin(self, step: int, attempt: int, identity: str = "", *, joins: bool = False) -> LocalTransaction:
+    def begin(
+        self, step: int, attempt: int, identity: str = "", *, joins: bool = False, continues: bool = False
+    ) -> LocalTransaction:
         """Create the temporary directory."""
         if self.has_begun(attempt):
             self._make_again_if_removed(attempt)
-        return LocalTransaction(self, self.root, step, attempt, identity, joins=joins)
+        return LocalTransaction(self, self.root, step, attempt, identity, joins=joins, continues=continues)
 
     def has_step(self, step: int) -> bool:
         """Return whether there is a directory of that name; the others are not looked at."""

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from checkpointing.storage.base import CHECKPOINT_PREFIX, Storage
 from checkpointing.storage.durable import fsync_directory, replace_file, write_file, write_range
 
 _SAMPLE_BYTES = 4096
+# Of a file that is being written where another process may continue.
+_PARTIAL = ".part"
 
 
 def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -35,18 +38,26 @@ def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 class LocalTransaction:
     """See `Transaction`. Files are written by one thread of each node, in any order."""
 
-    def __init__(self, storage: Storage, root: Path, step: int, attempt: int, identity: str, *, joins: bool) -> None:
+    def __init__(
+        self, storage: Storage, root: Path, step: int, attempt: int, identity: str, *, joins: bool, continues: bool
+    ) -> None:
         self._storage, self._step, self._attempt = storage, step, attempt
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
         self._temporary = root / f".{CHECKPOINT_PREFIX}{step}{identity and f'.{identity}'}.{attempt}.tmp"
         # Directories that contain files.
         self._folders: set[Path] = set()
+        self._continues = continues
         if joins:
             return
         root.mkdir(parents=True, exist_ok=True)
-        # What is left of the same attempt can only be a failed try of this process.
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir()
+        if not continues:
+            # What is left of the same attempt can only be a failed try of this process.
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir(exist_ok=continues)
+        if continues:
+            _check_own(self._temporary)
+        for partial in self._temporary.rglob(f"*{_PARTIAL}") if continues else ():
+            partial.unlink(missing_ok=True)
         try:
             failpoint("local.begun")
         except OSError:
@@ -55,9 +66,23 @@ class LocalTransaction:
 
     def write(self, name: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Write and sync a file."""
-        written = write_file(self._place(name), _watched(pieces))
+        path = self._place(name)
+        # A process that continues takes what has its name for whole.
+        target = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}") if self._continues else path
+        written = write_file(target, _watched(pieces))
+        if target != path:
+            target.rename(path)
         failpoint("local.written")
         return written
+
+    def written(self) -> dict[str, int]:
+        """List the files; their folders are synced, too, before the commit."""
+        found = {}
+        for path in sorted(self._temporary.rglob("*")):
+            if path.is_file() and not path.is_symlink():
+                found[path.relative_to(self._temporary).as_posix()] = path.stat().st_size
+                self._place(path.relative_to(self._temporary).as_posix())
+        return found
 
     def write_note(self, name: str, data: bytes) -> None:
         """Write and sync a file, and rename it."""
@@ -140,7 +165,12 @@ class LocalTransaction:
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest and rename the directory, in the order that this module describes."""
-        write_file(self._temporary / MANIFEST_NAME, [memoryview(manifest.to_json())])
+        path = self._temporary / MANIFEST_NAME
+        if self._continues:
+            # An earlier process may have written it.
+            replace_file(path, manifest.to_json(), path.with_name(f".{MANIFEST_NAME}.{uuid.uuid4().hex}{_PARTIAL}"))
+        else:
+            write_file(path, [memoryview(manifest.to_json())])
         failpoint("local.manifest")
         for folder in self._folders - {self._temporary}:
             fsync_directory(folder)
@@ -169,6 +199,14 @@ class LocalTransaction:
         for _ in range(5):
             if _remove_tree(self._temporary):
                 return
+
+
+def _check_own(folder: Path) -> None:
+    """Raise OSError unless a folder is one that this user has made: what another one has put there is not continued."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        text = "another user has begun it; remove that folder, or have that user continue"
+        raise OSError(errno.EPERM, text, str(folder))
 
 
 def _remove_tree(folder: Path) -> bool:

@@ -40,7 +40,7 @@ _FENCE_LOOKS = 10
 class ObjectTransaction:
     """See `Transaction`."""
 
-    def __init__(self, storage: ObjectStorage, step: int, attempt: int, identity: str) -> None:
+    def __init__(self, storage: ObjectStorage, step: int, attempt: int, identity: str, *, continues: bool) -> None:
         self._storage, self._store = storage, storage.store
         self._step, self._attempt, self._is_shared = step, attempt, bool(identity)
         self._checkpoint = f"{CHECKPOINT_PREFIX}{step}"
@@ -52,6 +52,9 @@ class ObjectTransaction:
         self._may_be_published = False
         # Whether a manifest was not there that the store had acknowledged.
         self._was_dropped = False
+        if continues:
+            # Parts of a file that the earlier process did not complete: they are paid for, and not listed.
+            self._store.abort_uploads(lambda key: key.startswith(f"{self._folder}/"))
 
     def write(self, name: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Upload a file."""
@@ -102,6 +105,11 @@ class ObjectTransaction:
         uploads = self._store.shared_uploads
         assert uploads is not None
         return uploads
+
+    def written(self) -> dict[str, int]:
+        """List the objects."""
+        folder = f"{self._folder}/"
+        return {key.removeprefix(folder): size for key, size in self._store.sizes(folder).items()}
 
     def commit(self, manifest: Manifest) -> None:
         """Put the manifest, between two checks of the fence."""
@@ -200,9 +208,11 @@ class ObjectStorage(Storage):
         self.sidecars = ObjectSidecars(store)
         self.can_split = store.shared_uploads is not None
 
-    def begin(self, step: int, attempt: int, identity: str = "", *, joins: bool = False) -> ObjectTransaction:
-        """Choose a folder that no other writer uses, or the one of a save that several nodes write."""
-        return ObjectTransaction(self, step, attempt, identity)
+    def begin(
+        self, step: int, attempt: int, identity: str = "", *, joins: bool = False, continues: bool = False
+    ) -> ObjectTransaction:
+        """Choose a folder that no other writer uses, or the one of a save that several nodes or processes write."""
+        return ObjectTransaction(self, step, attempt, identity, continues=continues)
 
     @property
     def decides_between_writers(self) -> bool:

@@ -101,7 +101,8 @@ def resilient(
         virtual_ranks: Compute each step by so many virtual ranks, with the same bits on any number of ranks up to that
             ("auto": as many as there are when the run begins). For DDP; the number of micro-batches of a step is
             `virtual_ranks` x `gradient_accumulation_steps`. None computes as the Trainer does.
-        **retention: What to keep besides: with `keep_every`, every checkpoint whose step is a multiple of it.
+        **retention: What to keep besides: with `keep_every`, every checkpoint whose step is a multiple of it; with
+            `keep_best`, so many best ones by `metric_for_best_model` (1 by default).
 
     Returns:
         The same trainer.

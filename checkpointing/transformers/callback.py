@@ -16,6 +16,7 @@ from checkpointing.host.failpoints import failpoint
 from checkpointing.manager.manager import CheckpointManager
 from checkpointing.process import rng
 from checkpointing.transformers.hub import HubPushes
+from checkpointing.transformers.wrapped_models import configuration_files
 
 # Events between steps; `on_step_end` and those before it are parts of a step.
 _BETWEEN_STEPS = {"on_log", "on_save", "on_evaluate", "on_predict", "on_push_begin"}
@@ -191,6 +192,20 @@ class CommitNotices:
             self._pushes.push(state)
             rng.set_state(generators)
             trainer.control.should_save |= wanted
+
+    def resumed(self, state: TrainerState) -> None:
+        """Push what training has resumed from, if it is committed: its upload may have ended with the process before.
+
+        What the Hub has already makes no commit there.
+        """
+        trainer = self._trainer
+        if not self._pushes.are_wanted or not trainer._manager.restoring.is_committed(state.global_step):
+            return
+        if not trainer._manager.static_files:
+            trainer._manager.static_files = configuration_files(trainer)
+        generators = rng.state(trainer._manager.world_size)
+        self._pushes.push(copy.copy(state))
+        rng.set_state(generators)
 
     def notify_all(self) -> None:
         """Settle all saves: no commit is in flight any more."""

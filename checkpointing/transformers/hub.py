@@ -41,6 +41,12 @@ class HubPushes:
         self._newest = 0
         self._has_warned = False
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether this rank pushes checkpoints."""
+        args = self._trainer.args
+        return bool(args.push_to_hub and args.hub_strategy != HubStrategy.END and self._trainer.is_world_process_zero())
+
     def push(self, state: TrainerState) -> None:
         """Begin to upload the checkpoint of a state; all ranks call this, and one acts.
 
@@ -48,7 +54,7 @@ class HubPushes:
         leaves out them all, and may so leave the last one out.
         """
         trainer, args, earlier = self._trainer, self._trainer.args, self._current
-        if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not trainer.is_world_process_zero():
+        if not self.are_wanted:
             return
         if trainer._session.stopping:
             # A stop does not wait for uploads.

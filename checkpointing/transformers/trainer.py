@@ -158,6 +158,8 @@ class ResilientMixin(ExactMixin, SavingMixin):
         manager.script.exported = lambda: exported_by_the_loop(self)
         manager.begin(step, self.state.max_steps)
         session.figures.loss_since = session.recorded_step = step
+        if step:
+            self._notices.resumed(self.state)
 
     def _on_train_end(self) -> None:
         self._manager.finished = not self._session.stopping and self.state.global_step >= self.state.max_steps

@@ -22,12 +22,12 @@ import torch
 
 from checkpointing.commit.export import export_checkpoint
 from checkpointing.commit.tiers import open_tiers
+from checkpointing.files.differences import CLOCK
 from checkpointing.format.layout import PER_RANK_PREFIXES, STEP_RECORD_PREFIX
 from checkpointing.format.manifest import MANIFEST_NAME
 from checkpointing.format.step_record import first_difference
 
 TRAINER_STATE_NAME = "trainer_state.json"
-_CLOCK = ("_runtime", "_per_second", "tokens_per_s")
 _PATHS = ("best_model_checkpoint",)
 # For a run whose micro-batch was halved. The number of tokens is only close: accelerate's `gather_for_metrics` drops
 # samples of an epoch's last, incomplete micro-batch, and how many depends on the micro-batch.
@@ -147,7 +147,7 @@ def _history_difference(a: Path, b: Path, tolerance: float | None, left_out: tup
 def _without(names: tuple[str, ...], value: Any) -> Any:
     """Return the value without these entries, and without clock times."""
     if isinstance(value, dict):
-        return {k: _without(names, v) for k, v in value.items() if not k.endswith(_CLOCK) and k not in names}
+        return {k: _without(names, v) for k, v in value.items() if not k.endswith(CLOCK) and k not in names}
     return [_without(names, item) for item in value] if isinstance(value, list) else value
 
 

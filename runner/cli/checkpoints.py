@@ -1,28 +1,28 @@
-"""The commands `runner checkpoints list`, `verify`, `export` and `prune`."""
+"""The commands `runner checkpoints list`, `verify`, `keep`, `unkeep` and `prune`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import re
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
 
 import click
 
 from checkpointing.commit.retention import FurtherRetention, Retention
+from runner.cli.locations import config_of, progress_bar, split_checkpoint, stages_of, tiers_with
 from runner.cli.options import echo
 from runner.errors import UsageError
 
+_LONGEST_LABEL = 200
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @click.group()
 def checkpoints() -> None:
-    """List, verify, export and prune checkpoints.
+    """List, verify, compare, keep, copy, export, push and prune checkpoints.
 
     LOCATION is the folder of a run, a folder of checkpoints, or a URL.
     """
@@ -31,13 +31,14 @@ def checkpoints() -> None:
 @checkpoints.command("list")
 @click.argument("location")
 def list_checkpoints(location: str) -> None:
-    """List the checkpoints at LOCATION, newest first.
+    """List the checkpoints at LOCATION, newest first, and which of them are kept, with their labels.
 
     File sizes are checked; contents are checked only by `verify`.
     """
+    from checkpointing.commit.kept import labels
     from runner.system.text import duration
 
-    stages = _stages(location)
+    stages = stages_of(location)
     if not any(tiers.catalog.entries() for _, tiers in stages):
         echo(f"no checkpoints at {location}")
         return
@@ -45,6 +46,7 @@ def list_checkpoints(location: str) -> None:
     for stage, tiers in stages:
         if stage:
             echo(f"{stage}:")
+        kept = {storage.location: labels(storage) for storage in tiers.nearest_first}
         for entry in tiers.catalog.entries():
             tier = tiers.name(entry.storage)
             if entry.manifest is None:
@@ -52,7 +54,10 @@ def list_checkpoints(location: str) -> None:
                 continue
             age = duration(time.time() - entry.manifest.created_at)
             size = f"{entry.manifest.total_bytes / 1e6:.1f} MB"
-            echo(f"{entry.step:>8}  {age:>12}  {size:>12}  {tier:<6}  sizes ok (attempt {entry.manifest.attempt})")
+            state = f"sizes ok (attempt {entry.manifest.attempt})"
+            if (label := kept[entry.storage.location].get(entry.step)) is not None:
+                state += f", kept: {label}" if label else ", kept"
+            echo(f"{entry.step:>8}  {age:>12}  {size:>12}  {tier:<6}  {state}")
 
 
 @checkpoints.command()
@@ -65,12 +70,12 @@ def verify(location: str, step: int | None) -> None:
     quarantined (checkpoint-N.invalid), and proves to be whole, gets its place back, unless training has gone on
     without it.
     """
-    if step is None and (one := re.fullmatch(r"(.*)/checkpoint-(\d{1,15})/?", location)) is not None:
-        location, step = one[1], int(one[2])
-    for stage, tiers in _stages(location):
+    if step is None:
+        location, step = split_checkpoint(location)
+    for stage, tiers in stages_of(location):
         for line in _take_back(tiers, step):
             echo(f"{line}  {stage}".rstrip())
-    found = [(stage, tiers, entry) for stage, tiers in _stages(location) for entry in tiers.catalog.entries()]
+    found = [(stage, tiers, entry) for stage, tiers in stages_of(location) for entry in tiers.catalog.entries()]
     found = [(stage, tiers, entry) for stage, tiers, entry in found if step in (None, entry.step)]
     if not found:
         name = "checkpoint" if step is None else f"checkpoint-{step}"
@@ -95,7 +100,7 @@ def _verdict_of(entry: Any) -> str:
     try:
         if entry.manifest is None:
             raise InvalidCheckpoint(entry.storage.describe(entry.step), str(entry.problem))
-        with _progress_bar(f"checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
+        with progress_bar(f"checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
             manifest = verify_copy(entry.storage, entry.step, advance)
         if (lacking := missing_member(file.name for file in manifest.files)) is not None:
             raise InvalidCheckpoint(entry.storage.describe(entry.step), f"{lacking} is not among its files")
@@ -133,28 +138,43 @@ def _take_back(tiers: Any, only: int | None) -> Iterator[str]:
 
 
 @checkpoints.command()
-@click.argument("location")
-@click.argument("step", type=int)
-@click.argument("directory", type=click.Path(path_type=Path))
-def export(location: str, step: int, directory: Path) -> None:
-    """Copy the checkpoint of STEP at LOCATION to DIRECTORY in Hugging Face layout.
+@click.argument("checkpoint")
+@click.option("--label", default="", metavar="TEXT", help="What to call it in `list` (default: nothing).")
+def keep(checkpoint: str, label: str) -> None:
+    """Keep CHECKPOINT (LOCATION/checkpoint-STEP, or the newest of a location): no retention removes it.
 
-    Every digest is compared. Where several stages of a run have a checkpoint of STEP, LOCATION is to be the stage's
-    folder.
+    A run that lives honours that at once. `unkeep` leaves it to retention again.
     """
-    from checkpointing.commit.export import export_checkpoint
+    from checkpointing.commit.kept import keep as keep_copy
+    from checkpointing.commit.kept import unkeep as unkeep_copy
 
-    stages = _stages(location)
-    having = [tiers for _, tiers in stages if step in tiers.catalog.committed_steps()]
-    if len(having) > 1:
-        places = " or ".join(tiers.durable.location for tiers in having)
-        raise UsageError(f"several stages have a checkpoint-{step}: export from {places}")
-    entry = (having or [stages[0][1]])[0].catalog.find(step)
-    assert entry.manifest is not None
-    with _progress_bar(f"checkpoint-{step}", entry.manifest.total_bytes) as advance:
-        export_checkpoint(entry.storage, step, directory, advance)
-    sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
-    echo(f"checkpoint-{step}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, in {directory}")
+    if len(label) > _LONGEST_LABEL or "\n" in label:
+        raise UsageError(f"--label: write at most {_LONGEST_LABEL} characters, in one line")
+    tiers, step = tiers_with(checkpoint)
+    # The durable tier gets it even before the checkpoint: an upload may be under way.
+    places = [storage for storage in tiers.nearest_first if storage is tiers.durable or storage.has_step(step)]
+    for storage in places:
+        keep_copy(storage, step, label)
+    if step not in tiers.catalog.committed_steps():
+        for storage in places:
+            unkeep_copy(storage, step)
+        raise UsageError(f"checkpoint-{step} at {tiers.durable.location} was removed meanwhile; keep another one")
+    echo(f"checkpoint-{step} at {tiers.durable.location} is kept" + (f": {label}" if label else ""))
+
+
+@checkpoints.command()
+@click.argument("checkpoint")
+def unkeep(checkpoint: str) -> None:
+    """Leave CHECKPOINT (LOCATION/checkpoint-STEP) to retention again."""
+    from checkpointing.commit.kept import kept_steps
+    from checkpointing.commit.kept import unkeep as unkeep_copy
+
+    tiers, step = tiers_with(checkpoint)
+    places = [storage for storage in tiers.nearest_first if step in kept_steps(storage)]
+    for storage in places:
+        unkeep_copy(storage, step)
+    what = "is left to retention" if places else "was not kept"
+    echo(f"checkpoint-{step} at {tiers.durable.location} {what}")
 
 
 def _further_retention_options(command: F) -> F:
@@ -181,26 +201,29 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
 
     Incomplete checkpoints are not counted and not removed. If LOCATION is the folder of a run, the checkpoints that its
     configuration keeps permanently stay as well, among them the best by `metric_for_best_model`. The newest checkpoint
-    whose digests match always stays.
+    whose digests match always stays, and so does what `keep` has named.
     """
     from checkpointing.commit.catalog import Catalog
     from checkpointing.commit.catalog import verify as verify_copy
+    from checkpointing.commit.kept import kept_steps
     from checkpointing.commit.retention import best_by, steps_to_remove
     from checkpointing.errors import InvalidCheckpoint
     from runner.journal.run_directory import RunDirectory
 
-    config = _config_of(location)
+    config = config_of(location)
     metric, greater = None, False
+    given: dict[str, Any] = {name: value for name, value in further.items() if value is not None}
     if config is not None:
         # The lock is held to the end: a running run prunes by itself, and none may start meanwhile.
         RunDirectory(config.output_dir, config.launch.node_rank).lock(cancelled=lambda: True)
         metric, greater = best_by(config.best_metric, config.trainer.get("greater_is_better"))
-        given = {name: value for name, value in further.items() if value is not None}
-        further = cast(FurtherRetention, {**config.checkpoint.further_retention, **given})
-    retention = Retention(keep_last=keep_last, best_metric=metric, greater_is_better=greater, **further)
-    for storage in (storage for _, tiers in _stages(location, config) for storage in tiers.nearest_first):
+        given = {**config.checkpoint.further_retention, **given}
+    retention = Retention(
+        keep_last=keep_last, best_metric=metric, greater_is_better=greater, **cast(FurtherRetention, given)
+    )
+    for storage in (storage for _, tiers in stages_of(location, config) for storage in tiers.nearest_first):
         manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}
-        superfluous = steps_to_remove(manifests.values(), retention)
+        superfluous = steps_to_remove(manifests.values(), retention, functools.partial(kept_steps, storage))
         for step in sorted(manifests, reverse=True) if superfluous else ():
             superfluous = [other for other in superfluous if other != step]
             try:
@@ -211,53 +234,3 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
         for step in superfluous:
             storage.remove(step)
             echo(f"removed {storage.describe(step)}")
-
-
-def _config_of(location: str) -> Any:
-    """Return the configuration of the run in this folder; None if it is not a run's folder."""
-    from runner.config.load import load_recorded
-
-    root = Path(location.removeprefix("file://"))
-    if not ((root / "config.yaml").is_file() and (root / "journal.jsonl").exists()):
-        return None
-    config = load_recorded(root / "config.yaml")
-    config.move_to(root)
-    return config
-
-
-def _stages(location: str, config: Any = None) -> list[tuple[str, Any]]:
-    """Return name and tiers of each stage at a location; the first one has no name. See `_tiers`."""
-    first = _tiers(location, config)
-    return [("", first), *((stage.name, tiers) for stage, tiers in first.stages)]
-
-
-def _tiers(location: str, config: Any = None) -> Any:
-    """Open the storage of a run by its folder, or a location of checkpoints; UsageError if it is neither."""
-    from checkpointing.commit.tiers import open_tiers
-
-    try:
-        config = config or _config_of(location)
-        if config is not None:
-            return config.tiers
-        if location.startswith("file:///"):
-            location = location.removeprefix("file://")
-        root = Path(location)
-        tiers = open_tiers(str(root / "checkpoints") if (root / "checkpoints").is_dir() else location)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if not location or ("://" not in location and not root.is_dir()):
-        raise UsageError(f"{location!r} is not a folder; pass a run's output_dir or its checkpoints folder")
-    return tiers
-
-
-@contextlib.contextmanager
-def _progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal; yields a function that takes the number of bytes of each step."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda nbytes: progress.advance(task, nbytes)

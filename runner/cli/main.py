@@ -12,7 +12,8 @@ import click
 from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.host.limits import explained
 from runner import __version__
-from runner.cli import ask, chaos, checkpoints, forecast, inspect, logs, rehearse, start
+from runner.cli import ask, chaos, copies, forecast, inspect, logs, rehearse, start
+from runner.cli.checkpoints import checkpoints
 from runner.errors import ExitCode, RunnerError, unusable, with_path
 from runner.system.text import visible
 
@@ -53,8 +54,10 @@ _COMMANDS = [
     forecast.plan,
     forecast.simulate,
     chaos.chaos,
-    checkpoints.checkpoints,
+    checkpoints,
 ]
+for _command in (copies.copy, copies.diff, copies.export, copies.push):
+    checkpoints.add_command(_command)
 for _command in _COMMANDS:
     cli.add_command(_command)
 

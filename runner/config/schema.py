@@ -148,6 +148,9 @@ class CheckpointConfig(Section):
     keep_every_steps: Annotated[int, Field(ge=1)] | None = Field(default=None, examples=[1000])
     """Interval, in steps, of checkpoints that are kept permanently, in addition to the newest
     `trainer.save_total_limit` and the best by `trainer.metric_for_best_model`."""
+    keep_best: Annotated[int, Field(ge=1)] = 1
+    """Number of best checkpoints by `trainer.metric_for_best_model` that are kept, in addition to the newest
+    `trainer.save_total_limit`."""
     snapshot_steps: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"
     """Interval, in steps, between in-memory snapshots, from which a failed attempt resumes. `auto` derives it from the
     measured cost of a snapshot and the failure rate. `null` takes snapshots only for commits. What is set here, and the
@@ -171,7 +174,7 @@ class CheckpointConfig(Section):
     @property
     def further_retention(self) -> FurtherRetention:
         """Retention of the durable tier besides what the Trainer's arguments say."""
-        return {"keep_every": self.keep_every_steps}
+        return {"keep_every": self.keep_every_steps, "keep_best": self.keep_best}
 
     @property
     def local_retention(self) -> Retention:

@@ -330,6 +330,9 @@ class DiskScripts:
                 committed.append(step)
         doomed = sorted(committed)[:-1] if self.rules.keeps_newest else sorted(committed)
         newest = max(committed, default=0)
+        if doomed:
+            # What a user keeps; nothing, here.
+            yield Op("list", ".records", idle=True)
         if doomed and self.rules.reads_back and proven != newest:
             if not (yield from self.read_back(newest)):
                 return proven

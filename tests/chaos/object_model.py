@@ -304,7 +304,11 @@ class ObjectScripts:
         for step in steps:
             if (yield from self.check(step, fence, data)):
                 committed.append(step)
-        for step in sorted(committed)[:-1] if self.rules.keeps_newest else sorted(committed):
+        doomed = sorted(committed)[:-1] if self.rules.keeps_newest else sorted(committed)
+        if doomed:
+            # What a user keeps; nothing, here.
+            yield Op("list", "records/keep-", idle=True)
+        for step in doomed:
             yield from self.remove(step)
 
     def remove(self, step: int) -> Script:

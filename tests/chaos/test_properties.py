@@ -304,6 +304,7 @@ RETENTIONS = st.builds(
     Retention,
     keep_last=st.one_of(st.none(), st.integers(0, 5)),
     keep_every=st.one_of(st.none(), st.integers(1, 20)),
+    keep_best=st.integers(1, 3),
     best_metric=st.sampled_from([None, "eval_loss", "never_measured"]),
     greater_is_better=st.booleans(),
 )
@@ -326,11 +327,13 @@ def test_what_retention_promises_to_keep_stays(saved: list[Manifest], retention:
     ratings = {manifest.step: manifest.metrics["eval_loss"] for manifest in saved if manifest.metrics}
     milestones = {step for step in steps if retention.keep_every and step % retention.keep_every == 0}
     if ratings and retention.best_metric == "eval_loss":
-        best = (max if retention.greater_is_better else min)(ratings.values())
-        # The oldest of equals is the best, as in the Trainer.
-        step = min(step for step, rating in ratings.items() if rating == best)
-        assert step not in removed
-        milestones.add(step)
+        for _ in range(min(retention.keep_best, len(ratings))):
+            best = (max if retention.greater_is_better else min)(ratings.values())
+            # The oldest of equals is the best, as in the Trainer.
+            step = min(step for step, rating in ratings.items() if rating == best)
+            assert step not in removed
+            milestones.add(step)
+            del ratings[step]
     # Nothing else is kept, so that a disk does not fill up.
     assert {manifest.step for manifest in kept} == {*newest} | milestones
     # Removing once is enough.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from integration.support import Run, loss_curve, state_hash
-from integration.test_sharded import two_machines
+from integration.test_sharded import check_shorter_export, two_machines
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -108,6 +108,7 @@ def test_no_machine_has_the_whole_state(tmp_path: Path) -> None:
         exported.append(tmp_path / f"exported-{number}" / end.name)
         export_checkpoint(LocalStorage(end.parent), STEPS, exported[-1])
     assert state_hash(exported[0]) == state_hash(exported[1])
+    check_shorter_export(ends[1].parent, STEPS, exported[1])
     alone = job(tmp_path / "alone", "strategy=ddp", f"trainer.max_steps={STEPS + 3}")
     alone.command += ["--nproc-per-node", "1", "--set", f"checkpoint.location={ends[1].parent}"]
     assert alone.start().finish() == 0, alone.output

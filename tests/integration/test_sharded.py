@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.command_line import run_command
 from infra.ports import free_port
 from infra.torchrun import torchrun
 from integration.support import Run, loss_curve, state_hash
@@ -331,6 +332,17 @@ def test_sharded_within_machines_and_replicated_between_them(tmp_path: Path) -> 
     assert alone.events("training_started")[0]["step"] == 24
 
 
+def check_shorter_export(location: Path, step: int, exported: Path) -> None:
+    """What `--dtype` makes of shards is what transformers makes of the whole model."""
+    target = exported.with_name("bf16")
+    options = ["--dtype", "bf16", "--max-shard-size", "100kB"]
+    done = run_command("checkpoints", "export", str(location), str(step), str(target), *options)
+    assert done.returncode == 0 and len(list(target.glob("model-*.safetensors"))) > 1, done.stderr
+    stock = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16).state_dict()
+    found = AutoModelForCausalLM.from_pretrained(target).state_dict()
+    assert found.keys() == stock.keys() and all(torch.equal(value, stock[name]) for name, value in found.items())
+
+
 @pytest.mark.soak
 def test_sharded_over_all_machines(tmp_path: Path) -> None:
     """No machine holds the whole model: both write each checkpoint, and read it."""
@@ -351,6 +363,7 @@ def test_sharded_over_all_machines(tmp_path: Path) -> None:
         export_checkpoint(LocalStorage(end.parent), 24, exported[-1])
     assert state_hash(exported[0]) == state_hash(exported[1])
     assert AutoModelForCausalLM.from_pretrained(exported[1]).num_parameters() > 0
+    check_shorter_export(ends[1].parent, 24, exported[1])
     # One rank resumes from the shards of two.
     alone = job(tmp_path / "alone", "strategy=ddp", "trainer.max_steps=27", f"checkpoint.location={ends[1].parent}")
     alone.command += ["--nproc-per-node", "1"]

@@ -115,7 +115,7 @@ def stage(rank: Peer, step: int, arena: int, commit: bool = True, receives: bool
 
 
 def staged(step: int, arena: int, commit: bool = True, receives: bool = False) -> Message:
-    retention = {"keep_last": 2, "keep_every": None, "best_metric": None, "greater_is_better": False}
+    retention = {"keep_last": 2, "keep_every": None, "keep_best": 2, "best_metric": None, "greater_is_better": False}
     details = {
         "world_size": 1,
         "samples_consumed": step,

@@ -13,7 +13,7 @@ OPTIONS = AgentOptions(
     location="s3://bucket/run",
     run_id="run",
     local_tier="/nvme",
-    local_retention=Retention(3, keep_every=20, best_metric="eval_loss", greater_is_better=True),
+    local_retention=Retention(3, keep_every=20, keep_best=4, best_metric="eval_loss", greater_is_better=True),
     commits=False,
     memory_limit=1 << 40,
     patience_s=600.0,
@@ -36,6 +36,7 @@ def test_options_survive_the_way(options: AgentOptions) -> None:
         ({"local_retention": 2}, "local_retention must be an object, not 2"),
         ({"local_retention": {"keep_first": 2}}, "local_retention.keep_first is unknown"),
         ({"local_retention": {"keep_every": 0}}, "keep_every=0 is not allowed"),
+        ({"local_retention": {"keep_best": 0}}, "keep_best=0 is not allowed"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change: dict[str, object], message: str) -> None:

@@ -13,6 +13,7 @@ from checkpointing.agent.events import CommitFailedEvent, Committed, FencedEvent
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
 from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.kept import keep, unkeep
 from checkpointing.commit.reading import pieces_of
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers
@@ -82,6 +83,38 @@ def test_what_is_yet_to_be_uploaded_stays(tmp_path: Path) -> None:
     publisher_of(tiers, reports).prune(tiers.local, lambda: [2])
     assert reports.results == [Pruned(step=1, tier="local")]
     assert Catalog(tiers.local).committed_steps() == [2, 3]
+
+
+def test_what_a_user_keeps_stays_in_each_tier(tmp_path: Path) -> None:
+    tiers, _ = two_tiers(tmp_path)
+    publisher = publisher_of(tiers, Reports())
+    publisher.retention = Retention(1)
+    for storage in tiers.nearest_first:
+        for step in (1, 2, 3, 4):
+            save(storage, step)
+        keep(storage, 2)
+        publisher.prune(storage)
+        assert Catalog(storage).committed_steps()[0] == 2
+        unkeep(storage, 2)
+        publisher.prune(storage)
+        assert 2 not in Catalog(storage).committed_steps()
+
+
+def test_nothing_is_removed_where_it_is_unknown_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, reports = Store(), Reports()
+    tiers = Tiers(ObjectStorage(store))
+    publisher = publisher_of(tiers, reports)
+    publisher.retention = Retention(1)
+    for step in (1, 2, 3):
+        save(tiers.durable, step)
+
+    def refuse(prefix: str) -> dict[str, int]:
+        raise OSError("access denied")
+
+    monkeypatch.setattr(tiers.durable.sidecars, "sizes", refuse)
+    publisher.prune(tiers.durable)
+    assert reports.results == [PruneFailed(tier="remote", error="access denied")]
+    assert Catalog(tiers.durable).committed_steps() == [1, 2, 3]
 
 
 def test_a_place_that_refuses_to_remove_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from checkpointing.agent.publisher import Publisher
 from checkpointing.agent.reporting import UploadEnded
 from checkpointing.agent.uploader import Uploader
 from checkpointing.commit.catalog import Catalog
+from checkpointing.commit.kept import keep
 from checkpointing.commit.retention import Retention
 from checkpointing.commit.tiers import Tiers
 from checkpointing.storage import Storage
@@ -56,6 +57,15 @@ def test_the_newest_is_uploaded_first_then_what_is_kept_for_good(uploads: Upload
     ]
     # What lies between is passed over, and nothing is uploaded twice.
     assert uploads.committed == [10, 20, 25] and uploads.look() == []
+
+
+def test_what_a_user_keeps_is_uploaded_too(uploads: Uploads) -> None:
+    for step in (4, 5, 6):
+        save(uploads.local, step)
+    keep(uploads.local, 4)
+    keep(uploads.local, 99)
+    uploads.look()
+    assert uploads.committed == [4, 6]
 
 
 def test_what_is_at_the_durable_tier_already_is_found_there(uploads: Uploads) -> None:

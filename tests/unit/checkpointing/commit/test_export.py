@@ -13,7 +13,7 @@ from unit.checkpointing.agent import doubles
 from unit.checkpointing.agent.doubles import Store, save
 
 from checkpointing.commit import export
-from checkpointing.commit.export import export_checkpoint
+from checkpointing.commit.export import export_checkpoint, export_model, readable_directory
 from checkpointing.commit.shard_reading import PartReader
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.format.shard_index import Piece, shard_name
@@ -98,3 +98,36 @@ def test_an_altered_shard_leaves_no_directory(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpoint, match=r"shards/1\.bin was altered"):
         export_checkpoint(storage, 5, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_directory_to_read_is_the_checkpoints_own_or_put_together(tmp_path: Path, storage: ObjectStorage) -> None:
+    local, scratch = LocalStorage(tmp_path / "local"), tmp_path / "scratch"
+    save(local, 5)
+    assert readable_directory(local, 5, scratch) == local.directory(5) and not scratch.exists()
+    assert readable_directory(storage, 5, scratch) == scratch and (scratch / "file").read_bytes() == doubles.STATE
+    commit_spread(local, 6, ROWS)
+    assert (readable_directory(local, 6, tmp_path / "shards") / NAME).read_bytes() == FILE
+    assert list(readable_directory(local, 6, tmp_path / "none", without=lambda name: True).iterdir()) == []
+    (local.directory(5) / "file").write_bytes(b"?" * len(doubles.STATE))
+    with pytest.raises(InvalidCheckpoint, match="file was altered"):
+        readable_directory(local, 5, scratch)
+    assert readable_directory(local, 5, scratch, without=lambda name: name == "file") == local.directory(5)
+
+
+def test_a_model_is_converted_without_what_training_reads(tmp_path: Path) -> None:
+    local = LocalStorage(tmp_path / "local")
+    commit_spread(local, 5, ROWS)
+
+    def convert(source: Path, target: Path) -> None:
+        assert [path.name for path in source.iterdir()] == [NAME]
+        (target / "model").write_bytes((source / NAME).read_bytes())
+
+    export_model(local, 5, tmp_path / "out", convert)
+    assert [(path.name, path.read_bytes()) for path in (tmp_path / "out").iterdir()] == [("model", FILE)]
+
+    def fail(source: Path, target: Path) -> None:
+        raise CheckpointError("no")
+
+    with pytest.raises(CheckpointError, match="no"):
+        export_model(local, 5, tmp_path / "none", fail)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["local", "out"]

@@ -33,6 +33,24 @@ def test_multiples_and_the_best_stay() -> None:
     assert steps_to_remove(saved, Retention(1, best_metric="never_measured")) == [10, 20, 30, 40]
 
 
+def test_several_best_ones_stay() -> None:
+    saved = [manifest(step, loss) for step, loss in [(10, 3.0), (20, None), (30, 1.0), (40, 2.0), (50, None)]]
+    assert steps_to_remove(saved, Retention(1, keep_best=2, best_metric="eval_loss")) == [10, 20]
+    assert steps_to_remove(saved, Retention(1, keep_best=9, best_metric="eval_loss")) == [20]
+    assert steps_to_remove(saved, Retention(1, keep_best=2)) == [10, 20, 30, 40]
+
+
+def test_what_a_user_keeps_stays_and_is_asked_for_only_if_needed() -> None:
+    saved = [manifest(step) for step in (10, 20, 30)]
+    assert steps_to_remove(saved, Retention(1), lambda: [10, 99]) == [20]
+
+    def fail() -> list[int]:
+        raise AssertionError
+
+    assert steps_to_remove(saved, Retention(3), fail) == []
+    assert steps_to_upload(saved, [manifest(30)], Retention(1), [10, 99]) == [10]
+
+
 def test_of_equals_the_oldest_is_the_best() -> None:
     """As the Trainer counts: a new best one is better than those before it."""
     saved = [manifest(10, 1.0), manifest(20, 1.0), manifest(30)]
@@ -65,3 +83,5 @@ def test_the_best_is_uploaded_though_newer_ones_are_there() -> None:
 def test_a_senseless_setting_is_refused() -> None:
     with pytest.raises(ValueError, match="keep_every=0"):
         Retention(keep_every=0)
+    with pytest.raises(ValueError, match="keep_best=0"):
+        Retention(keep_best=0)

@@ -14,6 +14,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress
 
 from checkpointing.errors import CheckpointError
+from checkpointing.transformers.callback import CommitNotices
 from checkpointing.transformers.hub import HubPushes
 
 
@@ -124,3 +125,29 @@ def test_an_error_is_told_once_and_stops_nothing(tmp_path: Path, caplog: pytest.
     pushes.push(TrainerState(global_step=15))
     wait_for(trainer)
     assert [step for step, *_ in trainer.uploaded] == [15] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("prepare", "wanted"),
+    [
+        (lambda trainer: None, True),
+        (is_another_rank, False),
+        (pushes_at_the_end, False),
+        (pushes_nothing, False),
+    ],
+)
+def test_who_pushes_checkpoints(prepare: Callable[[Pushed], None], wanted: bool, tmp_path: Path) -> None:
+    trainer = Pushed(tmp_path)
+    prepare(trainer)
+    assert HubPushes(trainer).are_wanted is wanted
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_what_was_resumed_from_is_pushed_if_it_is_committed(committed: bool, tmp_path: Path) -> None:
+    trainer = Pushed(tmp_path)
+    trainer.callback_handler.on_save = None
+    trainer._manager.world_size = 1
+    trainer.is_committed = lambda step: committed and step == 5  # type: ignore[attr-defined]
+    CommitNotices(trainer).resumed(TrainerState(global_step=5))
+    wait_for(trainer)
+    assert [step for step, *_ in trainer.uploaded] == ([5] if committed else [])

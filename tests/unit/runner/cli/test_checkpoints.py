@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from helpers.command_line import run_command
 
+from checkpointing.commit.kept import kept_steps
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.tiers import TrainingStage
 from checkpointing.format.digest import digest_buffer
 from checkpointing.format.manifest import SnapshotInfo
 from checkpointing.host import locking
 from checkpointing.storage import LocalStorage
+from checkpointing.storage.sidecars import LocalSidecars
 
 LOSSES = {10: 1.0, 20: 0.1, 30: 2.0, 40: 1.5}
 
@@ -54,6 +56,67 @@ def test_pruning_keeps_the_newest_and_the_best(run: Path) -> None:
     code, output = checkpoints("prune", run, "--keep-last", 1)
     assert code == 0 and output.count("removed") == 2
     assert kept(run) == [20, 40]
+
+
+def test_what_is_kept_is_listed_and_never_pruned(run: Path) -> None:
+    code, output = checkpoints("keep", run / "checkpoint-10", "--label", "before the spike\x1b[2J")
+    assert code == 0 and output == f"checkpoint-10 at {run}/checkpoints is kept: before the spike\\x1b[2J\n"
+    assert checkpoints("keep", run)[0] == 0
+    lines = checkpoints("list", run)[1].splitlines()
+    assert lines[1].endswith("sizes ok (attempt 1), kept")
+    assert lines[4].endswith("sizes ok (attempt 1), kept: before the spike\\x1b[2J")
+    assert checkpoints("prune", run, "--keep-last", 1)[0] == 0
+    assert kept(run) == [10, 20, 40]
+    assert checkpoints("unkeep", run / "checkpoint-10")[1] == (
+        f"checkpoint-10 at {run}/checkpoints is left to retention\n"
+    )
+    assert "was not kept" in checkpoints("unkeep", run / "checkpoint-10")[1]
+    assert kept_steps(LocalStorage(run / "checkpoints")) == {40}
+
+
+def test_both_tiers_keep_what_they_have(run: Path, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    with (run / "config.yaml").open("a") as file:
+        file.write(f"checkpoint:\n  local_tier: {local}\n")
+    checkpoints("copy", run / "checkpoints" / "checkpoint-30", local)
+    assert checkpoints("keep", run / "checkpoint-10")[0] == checkpoints("keep", run / "checkpoint-30")[0] == 0
+    tiers = [LocalStorage(run / "checkpoints"), LocalStorage(local)]
+    assert [kept_steps(storage) for storage in tiers] == [{10, 30}, {30}]
+    assert checkpoints("unkeep", run / "checkpoint-30")[0] == 0
+    assert [kept_steps(storage) for storage in tiers] == [{10}, set()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("run/checkpoint-7",), "there is no such checkpoint; committed steps: 10, 20, 30, 40"),
+        (("run", "--label", "x" * 201), "--label: write at most 200 characters, in one line"),
+        (("run", "--label", "a\nb"), "--label: write at most 200 characters, in one line"),
+    ],
+)
+def test_what_cannot_be_kept_is_said(run: Path, arguments: tuple[str, ...], reason: str) -> None:
+    code, output = checkpoints("keep", *arguments, cwd=run.parent)
+    assert code == 2 and reason in output and len(output.splitlines()) == 1, output
+    assert kept_steps(LocalStorage(run / "checkpoints")) == set()
+
+
+def test_what_is_pruned_meanwhile_is_not_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = LocalStorage(run / "checkpoints")
+    write = LocalSidecars.write
+
+    def pruned(self: LocalSidecars, name: str, data: bytes) -> None:
+        write(self, name, data)
+        place.remove(10)
+
+    monkeypatch.setattr(LocalSidecars, "write", pruned)
+    code, output = checkpoints("keep", run / "checkpoint-10")
+    assert code == 2 and "was removed meanwhile; keep another one" in output
+    assert kept_steps(place) == set()
+
+
+def test_several_best_ones_stay(run: Path) -> None:
+    assert checkpoints("prune", run, "--keep-last", 1, "--keep-best", 2)[0] == 0
+    assert kept(run) == [10, 20, 40]
 
 
 def test_pruning_never_removes_the_newest_that_is_whole(run: Path) -> None:
@@ -135,7 +198,7 @@ def test_a_later_stage_is_exported_and_pruned_too(stages: Path, tmp_path: Path) 
     assert checkpoints("export", stages, 10, tmp_path / "first")[0] == 0
 
     code, output = checkpoints("export", stages, 40, tmp_path / "both")
-    assert code == 2 and f"several stages have a checkpoint-40: export from {stages}" in output
+    assert code == 2 and f"several stages have a checkpoint-40: name one in {stages}" in output
     assert "/checkpoints/stage-2-dpo" in output and not (tmp_path / "both").exists()
     assert checkpoints("export", stages / "checkpoints" / "stage-2-dpo", 40, tmp_path / "both")[0] == 0
 

@@ -275,8 +275,9 @@ def test_an_option_by_its_new_name_means_the_old_one_of_an_older_library(monkeyp
 
 
 def test_what_is_kept_is_one_value_for_each_tier() -> None:
-    checkpoint = CheckpointConfig(keep_every_steps=50, local_keep_last=3)
-    assert (checkpoint.further_retention, checkpoint.local_retention) == ({"keep_every": 50}, Retention(keep_last=3))
+    checkpoint = CheckpointConfig(keep_every_steps=50, keep_best=2, local_keep_last=3)
+    further = {"keep_every": 50, "keep_best": 2}
+    assert (checkpoint.further_retention, checkpoint.local_retention) == (further, Retention(keep_last=3))
 
 
 @pytest.mark.parametrize("written", ["1:3", "launch.nnodes", "--set", "quoted", "pair"])
