@@ -91,7 +91,13 @@ class Subject(ResilientMixin, Loop):
         manager = Mock(stage_name="", is_closed=False)
         manager.restoring.folder_of = "/runs/checkpoint-{}".format
         defaults = {
-            "data": MagicMock(stream=None, layout=LAYOUT, is_stream=False, weighed=lambda batches: batches),
+            "data": MagicMock(
+                stream=None,
+                layout=LAYOUT,
+                is_stream=False,
+                weighed=lambda batches: batches,
+                timed=lambda batches: batches,
+            ),
             "guard": StepGuard(),
             "evaluation": InterruptibleEvaluation(manager, 1),
             "throughput": Throughput(),
