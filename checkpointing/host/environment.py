@@ -145,7 +145,7 @@ def rank_settings(environment: Mapping[str, str] = os.environ) -> RankSettings:
     )
 
 
-def initial_folder(environment: Mapping[str, str] = os.environ) -> str:
+def initial_weights_folder(environment: Mapping[str, str] = os.environ) -> str:
     """Return the folder with whose weights a new run begins; empty for none."""
     return environment.get(INIT_FROM_ENV, "")
 

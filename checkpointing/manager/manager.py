@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -197,11 +198,12 @@ class CheckpointManager:
             model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, states=states, pipeline=pipeline
         )
         self._virtual_ranks, self._wrapped = virtual_ranks, model
+        self._chose_retention = "keep_last" in retention
         rank_signals.begin_reading()
 
     def _assemble(self, options: Options, ranks: Ranks, connect: Connect = AgentConnection) -> None:
         """Make the parts; all ranks call this together."""
-        settings = options.settings
+        settings, self._chose_retention = options.settings, True
         self._options, self._ranks = options, ranks
         self.rank, self.world_size, self.retention = ranks.rank, ranks.world_size, options.retention
         self._node = NodeServices(options, ranks, connect)
@@ -444,11 +446,26 @@ class CheckpointManager:
             report=node.reporter.slow_ranks,
         )
         self._tracked.check()
+        self._say_what_is_removed(start_step)
         self._saving.begin(start_step)
         self.proving.begin(start_step)
         self.script.begin()
         # An attempt may have been killed between its last step and its end.
         self.end_rehearsal(start_step)
+
+    def _say_what_is_removed(self, start_step: int) -> None:
+        """Say, on rank 0, that older checkpoints go with the next commit, where nobody has chosen how many are kept."""
+        if self._chose_retention or start_step == 0 or not self._ranks.is_first:
+            return
+        with contextlib.suppress(OSError):
+            count = len(self._node.connection.tiers.durable.steps()) - DEFAULT_KEEP_LAST
+            if count > 0:
+                print(
+                    f"checkpointing: the {DEFAULT_KEEP_LAST} newest checkpoints are kept by default, and {count} older "
+                    "ones are removed after the next commit; CheckpointManager(keep_last=None) keeps all",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """End optimizer step number `step`: save when due, stop when all ranks have agreed to.

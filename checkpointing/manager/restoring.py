@@ -12,7 +12,7 @@ from checkpointing.commit.export import export_checkpoint
 from checkpointing.commit.retention import Retention
 from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint
 from checkpointing.files.loaded_checkpoint import LoadedCheckpoint
-from checkpointing.host.environment import initial_folder
+from checkpointing.host.environment import initial_weights_folder
 from checkpointing.host.heartbeat import Phase
 from checkpointing.manager.data_positions import DataPositions
 from checkpointing.manager.node_services import NodeServices
@@ -114,12 +114,15 @@ class Restoring:
         Raises:
             CheckpointError: They are damaged, or of another model.
         """
-        folder = initial_folder()
+        folder = initial_weights_folder()
         if not folder or self._node.connection.stage.number > 1:
             return
         if self._tracked.state.model is None:
             raise CheckpointError(f"--init-from {folder}: there is no model yet into which its weights could be loaded")
-        self._node.reporter.begun_with_weights(load_initial_weights(self._tracked.state.model, folder))
+        state = self._tracked.state
+        groups = getattr(state.torch_optimizer, "param_groups", ()) if state.optimizer is not None else ()
+        trained = (parameter for group in groups for parameter in group["params"])
+        self._node.reporter.begun_with_weights(load_initial_weights(state.model, folder, trained))
 
     def check_way(self, start_step: int) -> None:
         """Check that nothing is where the checkpoints after `start_step` will be written; raises CheckpointError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from checkpointing.commit.catalog import verify
 from checkpointing.errors import CheckpointError
 from checkpointing.resume.agreement import own_checkpoint
 
-_WHOLE = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# In the order in which Hugging Face's libraries choose; an index names the files of a model that is in parts.
+_MODELS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _OPTION = "--init-from"
 
 
@@ -50,7 +51,7 @@ class InitialWeights:
         return "; ".join(parts)
 
 
-def load_initial_weights(model: torch.nn.Module, folder: str) -> InitialWeights:
+def load_initial_weights(model: torch.nn.Module, folder: str, trained: Iterable[torch.Tensor] = ()) -> InitialWeights:
     """Load what a folder has of a model's weights: a checkpoint, a model, or an adapter, in Hugging Face's files.
 
     A tensor that differs in its first dimension only, such as an embedding for another vocabulary, is loaded row by row
@@ -59,6 +60,8 @@ def load_initial_weights(model: torch.nn.Module, folder: str) -> InitialWeights:
     Args:
         model: Whole on each rank, as it is before FSDP or a mesh cut it.
         folder: A local folder.
+        trained: What an optimizer changes, if there is one already: where these are copies of the weights, as DeepSpeed
+            makes them, they would overwrite what is loaded.
 
     Returns:
         What was loaded.
@@ -67,9 +70,16 @@ def load_initial_weights(model: torch.nn.Module, folder: str) -> InitialWeights:
         CheckpointError: The folder holds no weights, is damaged, or is of another model; or the model is sharded.
     """
     path, found = Path(folder), InitialWeights(folder)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    if not all(id(one) in parameters for one in trained):
+        raise CheckpointError(
+            f"{_OPTION} {folder}: the optimizer has copies of the weights already, as DeepSpeed's and those with fp32 "
+            "masters do, which would overwrite what is loaded; let the script load them before it makes the optimizer"
+        )
     if (own := own_checkpoint(path)) is not None:
         verify(*own)
-    targets = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    state = model.state_dict(keep_vars=True)
+    targets = {_plain(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     taken: set[str] = set()
     with torch.no_grad():
         for file in _files(path):
@@ -99,22 +109,26 @@ def _plain(name: str) -> str:
 
 def _files(folder: Path) -> list[Path]:
     """Return the files with weights, each tensor in one of them; raises CheckpointError."""
-    try:
-        for name in _INDEXES:
-            if (folder / name).is_file():
-                parts = sorted(set(json.loads((folder / name).read_text())["weight_map"].values()))
-                return [folder / Path(part).name for part in parts]
-        found = [folder / name for name in _WHOLE if (folder / name).is_file()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{_OPTION} {folder}: its index cannot be read: {error}") from None
-    if not found:
+    # A whole model before its adapter.
+    found = [next(filter(Path.is_file, (folder / name for name in names)), None) for names in (_MODELS, _ADAPTERS)]
+    if not any(found):
         raise CheckpointError(
-            f"{_OPTION} {folder}: no {', '.join(_WHOLE)}; give the folder of a model or a checkpoint (one that is in "
-            "shards: what runner checkpoints export makes of it)"
+            f"{_OPTION} {folder}: no {', '.join((*_MODELS, *_ADAPTERS))}; give the folder of a model or a checkpoint "
+            "(of one that is in shards, what runner checkpoints export makes of it)"
         )
-    # A whole model before its adapter; safetensors before pickles of the same.
-    whole = [file for file in found if file.name.startswith(("model", "pytorch"))][:1]
-    return [*whole, *[file for file in found if file.name.startswith("adapter")][:1]]
+    return [file for one in found if one is not None for file in _parts(one)]
+
+
+def _parts(file: Path) -> list[Path]:
+    """Return the files that an index names; any other file as it is."""
+    if file.suffix != ".json":
+        return [file]
+    try:
+        return [
+            file.with_name(Path(part).name) for part in sorted(set(json.loads(file.read_text())["weight_map"].values()))
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{_OPTION} {file}: the index cannot be read: {error}") from None
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -134,6 +148,12 @@ def _fill(target: torch.Tensor, source: torch.Tensor, name: str, folder: str) ->
     """Copy a tensor; return the number of rows where not all of them are common, None where the shapes are equal."""
     if hasattr(target, "device_mesh") or target.numel() == 0 != source.numel():
         raise CheckpointError(f"{_OPTION} {folder}: {name} is sharded already; load it before FSDP, a mesh or ZeRO 3")
+    is_exact = target.is_floating_point() and target.element_size() > 1
+    if target.dtype != source.dtype and not (is_exact and source.is_floating_point() and source.element_size() > 1):
+        raise CheckpointError(
+            f"{_OPTION} {folder}: {name} is of type {source.dtype}, and {target.dtype} in the model: quantized weights "
+            "have scales of their own; let the script load them"
+        )
     if target.shape == source.shape:
         target.copy_(source)
         return None

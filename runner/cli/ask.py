@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 # A runner looks each second. One that waits for a file system answers later.
 _PATIENCE_S = 20.0
 _LOOK_EVERY_S = 0.1
+
+E = TypeVar("E")
 
 
 @click.command()
@@ -36,17 +37,23 @@ def save(location: str | None, wait: bool) -> None:
 
     run = _AskedRun(location)
     run.ask(SAVE)
-    request = run.first(lambda event: isinstance(event, SaveRequested), _PATIENCE_S)
-    step = request.event.step if request is not None and isinstance(request.event, SaveRequested) else 0
-    if not wait:
-        click.echo(f"runner: step {step} has ended; a checkpoint is made at a later one (--wait waits for it)")
+    request = run.first(SaveRequested, float("inf") if wait else _PATIENCE_S)
+    if request is None and not wait:
+        click.echo("runner: a checkpoint is requested; no rank takes steps now, and it is made once they do")
         return
-    found = run.first(lambda event: isinstance(event, Committed) and event.step > step)
-    if found is None or not isinstance(found.event, Committed):
+    if request is None or not request.saves:
+        reason = "nothing of this program is saved so far" if request is not None else "the run has ended before"
+        click.echo(f"runner: error: no checkpoint is made: {reason}; see runner status", err=True)
+        sys.exit(1)
+    if not wait:
+        click.echo(f"runner: step {request.step} has ended; a checkpoint is made at a later one (--wait waits for it)")
+        return
+    found = run.first(Committed, after=request.step)
+    if found is None:
         click.echo("runner: error: the run ended before the checkpoint was committed; see runner status", err=True)
         sys.exit(1)
     places = [entry.event.location for entry in run.entries() if isinstance(entry.event, RunStarted)]
-    click.echo(f"runner: {places[-1]}/{CHECKPOINT_PREFIX}{found.event.step} is committed ({found.event.tier})")
+    click.echo(f"runner: {places[-1]}/{CHECKPOINT_PREFIX}{found.step} is committed ({found.tier})")
 
 
 @click.command()
@@ -57,6 +64,7 @@ def stop(location: str | None, wait: bool) -> None:
 
     LOCATION is the same as for `save`. SIGTERM to the runner, or touch LOCATION/requests/stop, asks for the same.
     """
+    from runner.journal.events import RunEnded
     from runner.session.requests import STOP
 
     run = _AskedRun(location)
@@ -64,7 +72,7 @@ def stop(location: str | None, wait: bool) -> None:
     if not wait:
         click.echo("runner: stop requested; the ranks save and exit (--wait waits for it)")
         return
-    run.first(lambda event: False)
+    run.first(RunEnded)
     click.echo(f"runner: {run.state}")
 
 
@@ -111,13 +119,20 @@ class _AskedRun:
                 )
             time.sleep(_LOOK_EVERY_S)
 
-    def first(self, is_wanted: Callable[[object], bool], patience_s: float = float("inf")) -> Entry | None:
-        """Wait for an event that is recorded from now on; None if the run ends before, or the time is over."""
+    def first(self, kind: type[E], patience_s: float = float("inf"), *, after: int | None = None) -> E | None:
+        """Wait for an event that is recorded from now on; None if the run ends before, or the time is over.
+
+        Args:
+            kind: Its class.
+            patience_s: Seconds to wait.
+            after: A step; the event is of a later one.
+        """
         deadline = time.monotonic() + patience_s
         while True:
             # Asked first: what it records last may be what is wanted.
             is_over = self._is_over()
-            found = next((entry for entry in self.entries()[self._seen :] if is_wanted(entry.event)), None)
+            events = [entry.event for entry in self.entries()[self._seen :] if isinstance(entry.event, kind)]
+            found = next((one for one in events if after is None or getattr(one, "step", -1) > after), None)
             if found is not None or is_over or time.monotonic() > deadline:
                 return found
             time.sleep(_LOOK_EVERY_S)

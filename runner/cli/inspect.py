@@ -69,7 +69,8 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     def look() -> tuple[Any, bool, float]:
         """Return the summary, whether the runner is gone, and the CPU seconds that this took."""
         entries, began = history.entries(), time.thread_time()
-        return summarise(entries, now=time.time()), runner_is_gone(entries), time.thread_time() - began
+        gone = runner_is_gone(entries)
+        return summarise(entries, now=None if gone else time.time()), gone, time.thread_time() - began
 
     run, gone, took_s = look()
     if as_json:
@@ -162,6 +163,7 @@ def report(
     needs no network. LOCATION is the same as for `status`.
     """
     from runner.ui.report import render_page
+    from runner.ui.status import runner_is_gone
     from runner.ui.timeline import build_timeline
 
     if serve and output is not None:
@@ -172,7 +174,9 @@ def report(
     if serve:
         _serve(where, port or 0, price_per_hour, spot_discount)
         return
-    page = render_page(build_timeline(entries_at(where), time.time(), price_per_hour, spot_discount), where)
+    entries = entries_at(where)
+    now = None if runner_is_gone(entries) else time.time()
+    page = render_page(build_timeline(entries, now, price_per_hour, spot_discount), where)
     is_run = "://" not in where and (Path(where) / "journal.jsonl").exists()
     output = output or (Path(where) if is_run else Path()) / "report.html"
     output.write_text(page, encoding="utf-8")
@@ -191,9 +195,10 @@ def _serve(where: str, port: int, price_per_hour: float | None, spot_discount: f
 
     def render(fresh_s: float) -> str:
         entries = history.entries()
-        timeline = build_timeline(entries, time.time(), price_per_hour, spot_discount)
+        gone = runner_is_gone(entries)
+        timeline = build_timeline(entries, None if gone else time.time(), price_per_hour, spot_discount)
         unread = f" (out of date: {history.unread})" if history.unread else ""
-        return render_page(timeline, where + unread, gone=runner_is_gone(entries), live_s=fresh_s)
+        return render_page(timeline, where + unread, gone=gone, live_s=fresh_s)
 
     # The machine may be the run's: where processor or memory is short, the run goes first.
     os.nice(_NICENESS)

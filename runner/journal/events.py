@@ -290,10 +290,12 @@ class SaveRequested(Event, name="save_requested"):
     Attributes:
         source: By what.
         step: Last step that had ended by then.
+        saves: Whether anything of the program is saved.
     """
 
     source: str
     step: int
+    saves: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

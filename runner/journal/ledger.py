@@ -30,6 +30,8 @@ from runner.recovery.kinds import FailureKind, is_failure
 RUNNING, CUT_OFF = "running", "cut off"
 
 TRAINING, LOST, NOT_RUNNING, MISSING = "training", "lost work", "not running", "missing nodes"
+# An attempt that is silent for longer may have been killed with its machine.
+_SILENCE_S = 60.0
 # In the order in which they are shown.
 CAUSES = [
     TRAINING,  # steps that count
@@ -54,6 +56,7 @@ class AttemptAccount:
     """One attempt. Times are seconds since the epoch, None for what it did not reach.
 
     Attributes:
+        heard_at: When it reported something last.
         nodes: Node ranks of its nodes; empty for a run of one node, and in old journals.
         share: Its share of the nodes that the run may have, from 0 to 1.
         ranks_began: When its first rank reported.
@@ -71,6 +74,7 @@ class AttemptAccount:
 
     number: int
     began: float
+    heard_at: float = 0.0
     ranks_began: float | None = None
     start_step: int | None = None
     training_began: float | None = None
@@ -115,6 +119,7 @@ class AttemptAccount:
 
     def take(self, entry: Entry) -> None:  # noqa: C901 - A table of events.
         """Fold an event of this attempt."""
+        self.heard_at = entry.time
         match entry.event:
             case RankStarted():
                 self.ranks_began = self.ranks_began or entry.time
@@ -293,8 +298,8 @@ def _account_attempt(book: _Book, attempt: AttemptAccount, end: float) -> None:
     book.spend("start-up", min(attempt.training_began or stop, stop), number, {"restore": attempt.restore_s})
     if not trained:
         return
-    # One that runs takes steps, as far as is known.
-    last_at = stop if attempt.kind == RUNNING else attempt.last_step_at
+    # One that runs takes steps, as far as is known: it reports each ten seconds that it does.
+    last_at = min(stop, attempt.heard_at + _SILENCE_S) if attempt.kind == RUNNING else attempt.last_step_at
     last = min(max(last_at or book.cursor, book.cursor), stop)
     in_steps = last - book.cursor
     lost_s = in_steps * attempt.lost_steps / attempt.steps if attempt.steps > 0 else 0.0

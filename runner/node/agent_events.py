@@ -58,6 +58,7 @@ class AgentEvents:
         self.batch: BatchShape | None = None
         self.fenced: str | None = None
         self.commit_s: float | None = None
+        self.newest_commit = -1
         self.total_steps: int | None = None
         self.slow: SlowRanks | None = None
         self.damaged: list[str] = []
@@ -144,7 +145,7 @@ class AgentEvents:
                 self.batch = event
             case Committed():
                 self._failed_saves.pop(event.tier, None)
-                self.commit_s = event.duration_s
+                self.commit_s, self.newest_commit = event.duration_s, event.step
                 self.committed_step = max(self.committed_step, event.step_of_run)
                 self._display.state.committed_step = event.step
             case StageEntered(number=number, stage=stage):

@@ -208,7 +208,7 @@ class Node:
             The last step that has ended.
         """
         beats = self._attempt.heartbeats() if self._attempt is not None else []
-        self._save_after = max((beat.step for beat in beats), default=self.checkpoints.committed_step)
+        self._save_after = max((beat.step for beat in beats), default=self.checkpoints.newest_commit)
         self._helpers.request_agent("request_save")
         return self._save_after
 
@@ -246,7 +246,8 @@ class Node:
         self.checkpoints.begin_attempt(spec.attempt)
         fetch = self.has_state or not spec.held
         agent.request("begin_attempt", attempt=spec.attempt, fetch=fetch, commits=self.leads)
-        if self._save_after is not None and self.checkpoints.committed_step <= self._save_after:
+        # The leader's agent commits, and so knows whether it was; any node's ranks may ask.
+        if self.leads and self._save_after is not None and self.checkpoints.newest_commit <= self._save_after:
             agent.request("request_save")
         self.has_state = True
         self._record(spec.started(launcher.pid, agent.pid))

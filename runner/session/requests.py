@@ -38,14 +38,18 @@ class Requests:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGUSR2, count)
 
-    def watch(self, loop: EventLoop) -> None:
-        """Look for files from now on; those that are there were meant for an earlier session.
+    def watch(self, loop: EventLoop, *, begins: bool) -> None:
+        """Look for files from now on.
+
+        Args:
+            loop: Looks.
+            begins: Whether a session begins, for which those that are there were not meant.
 
         Raises:
             OSError: The folder cannot be made.
         """
         make_own_folder(self._folder, parents=True)
-        for name in (SAVE, STOP):
+        for name in (SAVE, STOP) if begins else ():
             self._take(name)
         loop.every(LOOK_EVERY_S, self._look)
 

@@ -148,7 +148,7 @@ class Session:
         """
         if not (source := self.requests.take_save()):
             return
-        self.record(SaveRequested(source=source, step=save()))
+        self.record(SaveRequested(source=source, step=save(), saves=saves))
         follows = "it is made at the next step" if saves else "but nothing of this program is saved so far"
         self.display.message(f"checkpoint requested ({source}): {follows}")
 

@@ -140,9 +140,10 @@ class Supervisor:
         known = samples_per_step(tiers.catalog) if counts else None
         self._samples = StepSamples(config, known, state.batch, has_script=self._job.program is not None)
         self._display.state.committed_step = newest if newest >= 0 else None
+        # Once people read that the run has started, they may ask it for something.
+        session.requests.watch(session.loop, begins=self._inherited is None)
         session.record(self._record.started(session, newest, self._location_id))
         self._lead.begin(took_over=self._inherited is not None)
-        session.requests.watch(session.loop)
         inherited = self._inherited.node if self._inherited is not None else None
         self._node = inherited or make_node(session, self._job, self._lead.run_id, build=self._build_node)
         self._node.leads, self._node.checkpoints.committed_step = True, over_all_stages

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,3 +45,18 @@ def test_an_option_that_is_misspelled_is_named(options: Any, text: str, tmp_path
 def test_a_number_of_virtual_ranks_that_is_none_is_refused(count: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"virtual_ranks is {count!r}; use a positive number, or 'auto'"):
         CheckpointManager(tmp_path, virtual_ranks=count)
+
+
+@pytest.mark.parametrize(
+    ("chose", "step", "steps", "says"),
+    [(False, 5, 5, True), (True, 5, 5, False), (False, 0, 5, False), (False, 5, 3, False)],
+)
+def test_what_a_default_removes_is_said_before(
+    chose: bool, step: int, steps: int, says: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager: Any = object.__new__(CheckpointManager)
+    manager._chose_retention, manager._ranks = chose, SimpleNamespace(is_first=True)
+    manager._node = Mock()
+    manager._node.connection.tiers.durable.steps.return_value = list(range(steps))
+    manager._say_what_is_removed(step)
+    assert ("2 older ones are removed after the next commit" in capsys.readouterr().err) == says

@@ -115,7 +115,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path, capsys: pytest
     assert "cannot be read" in refusal(str(tmp_path / "evil")) and "run" not in capsys.readouterr().out
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "model.safetensors.index.json").write_text("[]")
-    assert "its index cannot be read" in refusal(str(tmp_path / "index"))
+    assert "the index cannot be read" in refusal(str(tmp_path / "index"))
 
 
 def test_a_model_that_is_cut_already_is_refused(tmp_path: Path) -> None:
@@ -123,3 +123,39 @@ def test_a_model_that_is_cut_already_is_refused(tmp_path: Path) -> None:
     model.layer.weight = torch.nn.Parameter(torch.empty(0))
     with pytest.raises(CheckpointError, match="sharded already"):
         load_initial_weights(model, written(tmp_path, "model.safetensors", **whole()))
+
+
+def test_copies_that_an_optimizer_has_made_are_refused(tmp_path: Path) -> None:
+    """It would write them over the weights with its first step, as DeepSpeed does."""
+    model = Model()
+    folder = written(tmp_path, "model.safetensors", **whole())
+    assert (
+        load_initial_weights(model, folder, torch.optim.SGD(model.parameters()).param_groups[0]["params"]).loaded == 3
+    )
+    with pytest.raises(CheckpointError, match="copies of the weights already"):
+        load_initial_weights(model, folder, [parameter.float().clone() for parameter in model.parameters()])
+
+
+def test_quantized_weights_are_not_cast(tmp_path: Path) -> None:
+    model = Model()
+    model.layer.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(CheckpointError, match=r"torch.float32, and torch.int8"):
+        load_initial_weights(model, written(tmp_path, "model.safetensors", **whole()))
+    assert load_initial_weights(Model().bfloat16(), str(tmp_path)).loaded == 3
+
+
+def test_the_single_file_counts_before_the_index_of_an_older_one(tmp_path: Path) -> None:
+    written(tmp_path, "model.safetensors", **whole())
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"embed.weight": "gone.safetensors"}}')
+    assert load_initial_weights(Model(), str(tmp_path)).loaded == 3
+
+
+def test_what_a_module_keeps_besides_tensors_is_left_alone(tmp_path: Path) -> None:
+    class Extra(Model):
+        def get_extra_state(self) -> object:
+            return {"a": 1}
+
+        def set_extra_state(self, state: object) -> None:
+            pass
+
+    assert load_initial_weights(Extra(), written(tmp_path, "model.safetensors", **whole())).missing == []

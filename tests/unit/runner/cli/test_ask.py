@@ -71,6 +71,33 @@ def test_without_waiting_the_step_is_named(runner: Runner) -> None:
     assert code == 0 and "step 40 has ended" in output
 
 
+def test_a_request_that_waits_for_the_next_attempt_is_no_checkpoint_yet(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "_PATIENCE_S", 0.2)
+    # The commit is of the attempt before.
+    code, output = runner.ask(save, then=lambda: runner.record("committed", step=40))
+    assert code == 0 and "no rank takes steps now" in output
+
+    def later() -> None:
+        runner.record("committed", step=40)
+        time.sleep(0.5)
+        runner.record("save_requested", source="runner save", step=40)
+        runner.record("committed", step=42)
+
+    code, output = runner.ask(save, "--wait", then=later)
+    assert code == 0 and "checkpoint-42 is committed" in output
+
+
+def test_a_program_of_which_nothing_is_saved_has_no_checkpoint(runner: Runner) -> None:
+    def then() -> None:
+        runner.record("save_requested", source="runner save", step=0, saves=False)
+
+    for options in ([], ["--wait"]):
+        code, output = runner.ask(save, *options, then=then)
+        assert code == 1 and "nothing of this program is saved so far" in output
+
+
 def test_a_run_that_ends_instead_is_said(runner: Runner) -> None:
     def then() -> None:
         runner.record("save_requested", source="runner save", step=40)

@@ -95,6 +95,8 @@ def test_an_attempt_that_runs_takes_steps() -> None:
     running += [event(109, "training_started", 1, step=0), event(119, "progress", 1, step=40)]
     found = account(entries(running), now=149)
     assert (found.seconds["training"], found.seconds["teardown"], found.goodput) == (40, 0, 40 / 49)
+    # Its machine may have been lost: what nobody reports is not counted.
+    assert account(entries(running), now=10_000).seconds["training"] == 10 + 60
     (attempt,) = attempts_of(entries([*running, event(150, "run_started", 0, run_id="r")]))
     assert (attempt.last_step, attempt.last_step_at) == (40, 119)
 

@@ -174,6 +174,7 @@ def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_there_is_one(t
         bench.agent.beats = [beat(Phase.TRAINING, 7), beat(Phase.TRAINING, 6)]
         steps.append(bench.node.save_now())
 
+    bench.node.leads = True
     bench.run(ask, bench.reported(FAILED))
     assert steps == [7] and bench.agent.requests.count("request_save") == 1
     # An older snapshot is committed meanwhile.

@@ -34,7 +34,7 @@ def asked(tmp_path: Path) -> Iterator[tuple[Requests, Any, StopRequest, Path]]:
 
 def test_each_file_is_taken_once(asked: tuple[Requests, Any, StopRequest, Path]) -> None:
     requests, loop, stop, folder = asked
-    requests.watch(loop)
+    requests.watch(loop, begins=True)
     loop.look()
     assert not stop and requests.take_save() == ""
     (folder / SAVE).touch()
@@ -50,21 +50,30 @@ def test_what_was_asked_of_an_earlier_session_is_dropped(asked: tuple[Requests, 
     folder.mkdir(parents=True)
     for name in (SAVE, STOP):
         (folder / name).touch()
-    requests.watch(loop)
+    requests.watch(loop, begins=True)
     loop.look()
     assert not stop and requests.take_save() == "" and not list(folder.iterdir())
 
 
+def test_a_run_that_goes_on_under_another_leader_is_still_asked(asked: tuple[Requests, Any, StopRequest, Path]) -> None:
+    requests, loop, stop, folder = asked
+    folder.mkdir(parents=True)
+    (folder / STOP).touch()
+    requests.watch(loop, begins=False)
+    loop.look()
+    assert stop.reason == "runner stop"
+
+
 def test_the_folder_is_this_users_alone(asked: tuple[Requests, Any, StopRequest, Path]) -> None:
     requests, loop, _, folder = asked
-    requests.watch(loop)
+    requests.watch(loop, begins=True)
     assert folder.stat().st_mode & 0o077 == 0
 
 
 def test_a_request_that_cannot_be_removed_is_none(asked: tuple[Requests, Any, StopRequest, Path]) -> None:
     """It would be one each second."""
     requests, loop, stop, folder = asked
-    requests.watch(loop)
+    requests.watch(loop, begins=True)
     (folder / STOP).mkdir()
     loop.look()
     assert not stop

@@ -191,7 +191,10 @@ def test_a_request_for_a_checkpoint_is_passed_on_and_recorded(system: System, tm
         for saves in (True, False, True):
             one.pass_on_save(lambda: steps.pop(0), saves=saves)
         found = [entry.event for entry in read_journal(one.directory.journal)]
-        assert found == [SaveRequested(source="runner save", step=7), SaveRequested(source="SIGUSR2", step=9)]
+        assert found == [
+            SaveRequested(source="runner save", step=7),
+            SaveRequested(source="SIGUSR2", step=9, saves=False),
+        ]
         assert texts(one) == [
             "checkpoint requested (runner save): it is made at the next step",
             "checkpoint requested (SIGUSR2): but nothing of this program is saved so far",
