@@ -6,13 +6,12 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
-from checkpointing.errors import CheckpointError
 from runner.config.checks import shape_of
 from runner.doctor.collectives import check_collectives
 from runner.doctor.file_arguments import check_arguments, kept_checkpoints
 from runner.doctor.findings import Finding, Level, fail, warn
 from runner.doctor.gpu_checks import check_devices, check_mesh, links_between_gpus
-from runner.doctor.machine_checks import check_folder, check_locations, check_node
+from runner.doctor.machine_checks import check_folder, check_locations, check_node, newest_bytes
 from runner.doctor.program_imports import check_imports, try_imports_of
 from runner.doctor.settings import check_settings, has_rdma
 from runner.doctor.start_checks import check_processes, check_start, describe
@@ -53,9 +52,12 @@ def examine(asked: StartRequest, nested: Nested | None = None, *, try_imports: b
     yield from check_arguments(program)
     yield from check_devices(nproc, links_between_gpus() if len(gpus) > 1 else Counter())
     yield from check_settings(config, os.environ, nproc, nnodes, on_gpu=bool(gpus))
-    size = _newest_size(asked)
-    yield from check_node(config, nproc, bool(gpus), 0, size)
-    yield from _check_places(asked, nproc, size, kept_checkpoints(program), measured=False)
+    is_usable = True
+    for finding in _check_places(asked, nproc, None, kept_checkpoints(program)):
+        is_usable = is_usable and finding.level is not Level.FAIL
+        yield finding
+    # A location that does not answer is asked once.
+    yield from check_node(config, nproc, bool(gpus), 0, newest_bytes(config.tiers.durable) if is_usable else 0)
 
 
 def _examine_configured(asked: StartRequest, gpus: list[Gpu], nnodes: int, nproc: int) -> Iterator[Finding]:
@@ -73,30 +75,18 @@ def _examine_configured(asked: StartRequest, gpus: list[Gpu], nnodes: int, nproc
         return
     yield from check_mesh(job, model.parameters, links, has_rdma=has_rdma())
     yield from check_node(config, nproc, bool(gpus), need.host_bytes, need.checkpoint_bytes)
-    yield from _check_places(asked, nproc, need.checkpoint_bytes, config.trainer.get("save_total_limit"), measured=True)
+    yield from _check_places(asked, nproc, need.checkpoint_bytes, config.trainer.get("save_total_limit"))
     if any(finding.level is Level.FAIL for finding in settings):
         yield warn("all-reduce", "not tried: the settings above would make it fail", "fix those first")
     else:
         yield from check_collectives(config, nnodes, nproc)
 
 
-def _check_places(
-    asked: StartRequest, nproc: int, state_bytes: int, kept: int | None, *, measured: bool
-) -> Iterator[Finding]:
+def _check_places(asked: StartRequest, nproc: int, state_bytes: int | None, kept: int | None) -> Iterator[Finding]:
     """Check the places that the run writes to, and then what a start decides by what is there."""
     yield from check_processes(nproc)
-    places = list(check_folder(asked.directory.root))
-    places += check_locations(asked.config, state_bytes, kept, measured=measured)
+    places = [*check_folder(asked.directory.root), *check_locations(asked.config, state_bytes, kept)]
     yield from places
     # A place that cannot be used would be named again.
     if not any(finding.level is Level.FAIL for finding in places):
         yield from check_start(asked)
-
-
-def _newest_size(asked: StartRequest) -> int:
-    """Return the bytes of the newest checkpoint of the run; 0 where there is none, or storage refuses."""
-    try:
-        manifests = (entry.manifest for entry in asked.config.tiers.catalog.scan())
-        return next((manifest.total_bytes for manifest in manifests if manifest is not None), 0)
-    except (CheckpointError, OSError):
-        return 0

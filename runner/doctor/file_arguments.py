@@ -22,7 +22,7 @@ _MAX_BYTES = 8 * 1024 * 1024
 # Parts of the names of options for what the program makes by itself.
 _MADE = ("output", "out_dir", "log", "save", "checkpoint", "cache", "report", "result", "export")
 _SUBJECT = "arguments"
-# Options by which trainers and this library are told how many checkpoints to keep.
+# Options of trainers, and of this library, for how many checkpoints to keep.
 _KEPT = ("save_total_limit", "keep_last")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from checkpointing.errors import CheckpointError
+from checkpointing.format.manifest import Manifest
 from checkpointing.host.memory import available_bytes, oom_groups
 from checkpointing.storage import LocalStorage, Storage
 from runner.config.schema import Config
@@ -147,14 +148,19 @@ def nearest_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
 
 
-def check_locations(config: Config, state_bytes: int, kept: int | None, *, measured: bool) -> Iterator[Finding]:
+def newest_bytes(storage: Storage) -> int:
+    """Return the size of the newest whole checkpoint there; 0 where there is none. OSError if storage refuses."""
+    return next((found.total_bytes for _, found in storage.survey() if isinstance(found, Manifest)), 0)
+
+
+def check_locations(config: Config, state_bytes: int | None, kept: int | None) -> Iterator[Finding]:
     """Try a commit at each tier, and compare its space with what the checkpoints need; nothing is left there.
 
     Args:
         config: The configuration.
-        state_bytes: Size of a checkpoint; 0 if it is not known.
+        state_bytes: Size of a checkpoint, for which the bandwidth is measured, too; None if it is not known: then the
+            newest one tells.
         kept: Checkpoints that the job keeps; None if it is not known.
-        measured: Whether to measure the bandwidth, too.
     """
     tiers = config.tiers
     for storage in tiers.nearest_first:
@@ -171,8 +177,9 @@ def check_locations(config: Config, state_bytes: int, kept: int | None, *, measu
             above = f" in {place.location}, the folder that exists" if place is not storage else ""
             yield ok(key, f"{storage.location}: a commit was tried{above}, read back and removed{_on(place)}")
             yield from _inodes(key, place)
-            yield from _free_space(key, storage.location, place.free_bytes(), state_bytes, num)
-            if measured:
+            size = newest_bytes(storage) if state_bytes is None else state_bytes
+            yield from _free_space(key, storage.location, place.free_bytes(), size, num)
+            if state_bytes is not None:
                 yield from _bandwidth(key, place, state_bytes)
         except (CheckpointError, OSError) as error:
             text = getattr(error, "strerror", None) or str(error)

@@ -101,6 +101,26 @@ def test_a_trial_leaves_nothing_and_removes_what_a_killed_one_left(storage: Stor
     assert names() == before | {new}, "another trial may be under way"
 
 
+def test_a_trial_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(path: Path) -> None:
+        assert [one.name.startswith(".probe.") for one in path.iterdir()] == [True]
+        raise SystemExit
+
+    monkeypatch.setattr("checkpointing.storage.local.fsync_directory", stop)
+    with pytest.raises(SystemExit):
+        LocalStorage(tmp_path).probe()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_loses_what_is_renamed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(path: Path) -> None:
+        next(path.iterdir()).unlink()
+
+    monkeypatch.setattr("checkpointing.storage.local.fsync_directory", lose)
+    with pytest.raises(OSError, match="cannot be read back"):
+        LocalStorage(tmp_path).probe()
+
+
 def test_all_that_is_there_can_be_removed(storage: Storage, location: str) -> None:
     storage.begin_attempt(1)
     commit(storage, 5)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +79,21 @@ def test_the_doctor_takes_a_command_line_as_start_does(tmp_path: Path, monkeypat
     assert "does not exist" in refused(doctor, "missing.py")
     script.write_text("def (")
     assert "Python cannot compile" in refused(doctor, str(script))
+
+
+def test_a_stopped_doctor_removes_what_it_has_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, before = [], signal.getsignal(signal.SIGTERM)
+
+    def examine(*_: object, **__: object) -> Iterator[Finding]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield GOOD
+        finally:
+            removed.append("trial")
+
+    monkeypatch.setattr(runner.doctor, "examine", examine)
+    assert run(doctor).exit_code == 128 + signal.SIGTERM and removed == ["trial"]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def examined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StartRequest, Any, bool]]:

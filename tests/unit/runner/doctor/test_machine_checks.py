@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from checkpointing.errors import CheckpointError
+from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.storage.rates import Rates
 from runner.config.schema import Config
 from runner.doctor import machine_checks
@@ -33,6 +34,7 @@ class Place:
         caveat: str | None = None,
         error: Exception | None = None,
     ) -> None:
+        self.found: list[tuple[int, Any]] = []
         self._free, self._rates, self._caveat, self._error = free, rates, caveat, error
 
     def probe(self) -> str | None:
@@ -43,18 +45,21 @@ class Place:
     def free_bytes(self) -> int | None:
         return self._free
 
+    def survey(self) -> list[tuple[int, Any]]:
+        return self.found
+
     def measure(self, state_bytes: int) -> Rates | None:
         return self._rates
 
 
 def examine(
-    durable: Place, local: Place | None = None, kept: int | None = None, size: int = GB, *, measured: bool = True
+    durable: Place, local: Place | None = None, kept: int | None = None, size: int | None = GB
 ) -> list[Finding]:
     """What is found, but that a commit was tried."""
     tiers = SimpleNamespace(durable=durable, nearest_first=[*([local] if local else []), durable])
     checkpoint = SimpleNamespace(local_keep_last=1)
     config: Any = SimpleNamespace(tiers=tiers, checkpoint=checkpoint)
-    found = list(check_locations(config, size, kept, measured=measured))
+    found = list(check_locations(config, size, kept))
     return [one for one in found if "a commit was tried" not in one.text]
 
 
@@ -120,19 +125,34 @@ def test_clocks_that_differ(skew_s: float, levels: list[Level]) -> None:
 
 
 def test_without_a_checkpoint_the_free_space_is_only_reported() -> None:
-    [found] = examine(Place(free=GB), size=0, measured=False)
+    [found] = examine(Place(free=GB), size=None)
     assert found.level is Level.OK and "1.00 GB free at /data; no checkpoint says yet" in found.text
+
+
+def test_the_newest_whole_checkpoint_says_how_much_each_needs() -> None:
+    place = Place(free=3 * GB)
+    sizes = {3: None, 2: GB, 1: 9 * GB}
+    place.found = [
+        (step, InvalidCheckpoint("checkpoint", "damaged") if size is None else manifest(step, size))
+        for step, size in sizes.items()
+    ]
+    [found] = examine(place, size=None, kept=2)
+    assert found.level is Level.OK and "2 checkpoints and one being written need 3.00 GB" in found.text
+
+
+def manifest(step: int, nbytes: int) -> Manifest:
+    return Manifest("run", 1, step, 1, 0, 0.0, (FileEntry("a", nbytes, "d"),))
 
 
 def test_a_real_directory_is_tried_and_not_made(tmp_path: Path) -> None:
     location = tmp_path / "above" / "new"
     config = Config.model_validate({"output_dir": str(tmp_path), "checkpoint": {"location": str(location)}})
-    found = list(check_locations(config, 1000, None, measured=True))
+    found = list(check_locations(config, 1000, None))
     assert {one.level for one in found} == {Level.OK}
     assert f"{location}: a commit was tried in {tmp_path}, the folder that exists" in found[0].text
     assert list(tmp_path.iterdir()) == []
     location.mkdir(parents=True)
-    assert f"{location}: a commit was tried, read back" in next(check_locations(config, 0, None, measured=False)).text
+    assert f"{location}: a commit was tried, read back" in next(check_locations(config, None, None)).text
 
 
 def test_the_folder_of_a_run(tmp_path: Path) -> None:
