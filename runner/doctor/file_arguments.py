@@ -37,11 +37,11 @@ def _parse_json(text: str) -> None:
         json.loads(text)
     except ValueError:
         # Data with one value a line often has this name, too.
-        for line in text.splitlines()[:100]:
-            if line.strip():
-                json.loads(line)
-        if len(text.splitlines()) < 2:
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) < 2:
             raise
+        for line in lines[:100]:
+            json.loads(line)
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {

@@ -61,4 +61,7 @@ def test_who_holds_a_lock_is_seen_without_touching_it(tmp_path: Path) -> None:
     assert held_by(path) == f"pid {os.getpid()} on {this_machine()}"
     # The name of a holder that has ended, or is elsewhere, stays in the file.
     os.close(fd)
+    other = open_lock(tmp_path / "other")
+    assert try_lock(other)
     assert held_by(path) is None and path.stat() == before
+    os.close(other)

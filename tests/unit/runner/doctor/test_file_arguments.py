@@ -35,6 +35,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a.json", '{\n"a": 1,\n', Level.FAIL),
         # Data with one value a line.
         ("a.json", '{"a": 1}\n{"a": 2}\n', Level.OK),
+        ("a.json", '{"a": 1}\n{"a": ', Level.FAIL),
+        ("a.json", "", Level.FAIL),
         ("a.toml", "a = 1", Level.OK),
         ("a.toml", "a = ", Level.FAIL),
         ("a.txt", "a: [1", Level.OK),

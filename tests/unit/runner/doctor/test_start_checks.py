@@ -96,6 +96,7 @@ def test_a_run_that_is_finished(desk: Desk) -> None:
     desk.run(10, state="finished")
     [found] = desk.find()
     assert found.level is Level.WARN and "a start has nothing to do" in found.text
+    assert "would resume from step 10" in desk.find(step=10)[0].text
 
 
 def test_a_new_run_in_the_folder_of_an_earlier_one(desk: Desk) -> None:
