@@ -28,8 +28,8 @@ for name in sys.argv[1:]:
     print(name, flush=True)
     importlib.import_module(name)
 """
-# In a text, what makes more modules found than are looked for here.
-_CHANGES_PATH = ("sys.path", "addsitedir", "meta_path")
+# In a source, what makes more modules found than are looked for here.
+_CHANGES_PATH = (b"sys.path", b"addsitedir", b"meta_path")
 
 
 @dataclass(frozen=True)
@@ -105,19 +105,23 @@ def survey_imports(file: Path, places: Sequence[str]) -> Survey:
         file: The program.
         places: What `sys.path` is in a rank. Modules below the first place are the program's own.
     """
-    survey, waiting, own = Survey(), [file], Path(places[0]).resolve()
+    survey, waiting, own = Survey(), [file.absolute()], Path(places[0]).resolve()
     while waiting and len(survey.files) < _MAX_FILES:
         path = waiting.pop()
         if path in survey.files:
             continue
         survey.files.append(path)
         try:
-            text = path.read_text(encoding="utf-8")
-            imports = list(top_level_imports(ast.parse(text)))
+            source = path.read_bytes()
+            if path.suffix != ".py" and b"\0" in source:
+                # Compiled, or an archive.
+                continue
+            # Bytes: a file may declare another encoding than UTF-8.
+            imports = list(top_level_imports(ast.parse(source)))
         except (OSError, ValueError, SyntaxError, RecursionError) as error:
             survey.problems.append(fail(_SUBJECT, f"{path} cannot be read as Python: {error}", "correct the file"))
             continue
-        may_be_elsewhere = any(word in text for word in _CHANGES_PATH)
+        may_be_elsewhere = any(word in source for word in _CHANGES_PATH)
         for one in imports:
             waiting += _look_for(one, path, places, own, survey, may_be_elsewhere=may_be_elsewhere)
     return survey

@@ -99,6 +99,24 @@ def test_an_own_module_that_python_cannot_compile(tmp_path: Path) -> None:
     assert level is Level.FAIL and "helper.py cannot be read as Python" in text
 
 
+def test_a_file_in_another_encoding_and_one_that_is_compiled(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_bytes("# -*- coding: latin-1 -*-\nname = 'é'\nimport missing\n".encode("latin-1"))
+    assert problems(file) == [(Level.FAIL, "train.py:3: no module 'missing'")]
+    compiled = tmp_path / "train.pyc"
+    compiled.write_bytes(b"\0\xa7")
+    assert problems(compiled) == []
+
+
+def test_a_relative_import_of_a_program_that_is_named_by_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a", b__train="from ..near import x\nfrom ..far import y", near="")
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    found = [(one.level, one.text) for one in survey_imports(Path("train.py"), [".", *sys.path[1:]]).problems]
+    assert found == [(Level.FAIL, "train.py:2: no module 'far'")]
+
+
 def test_a_module_that_imports_itself_ends(tmp_path: Path) -> None:
     assert problems(write(tmp_path, train="import helper", helper="import train\nimport helper")) == []
 
