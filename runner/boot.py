@@ -17,7 +17,7 @@ import click
 
 from checkpointing.host.threads import in_background
 from runner.config.schema import Config
-from runner.errors import ExitCode, RunBusy, UsageError
+from runner.errors import ExitCode, RunBusy
 from runner.journal.attempts import Job
 from runner.journal.events import Entry
 from runner.journal.journal import read_journal
@@ -306,19 +306,9 @@ def move_aside(config: Config, directory: RunDirectory, *, overwrite: bool) -> b
     if not steps and tiers.durable.root is None and tiers.durable.sidecars.read_restart_state() is not None:
         # The stored state of another run's failures does not apply to this one.
         tiers.durable.sidecars.write_restart_state(b"{}")
-    if not steps and not directory.journal.exists():
+    if not preflight.has_earlier_run(config, directory, overwrite=overwrite):
         return False
-    if not overwrite:
-        raise UsageError(
-            f"--resume never: {directory.root} already contains a run; add --overwrite to move it aside, or choose "
-            "another --output-dir"
-        )
     folders = [storage.root for storage in tiers.nearest_first if storage.root is not None]
-    if tiers.durable.root is None and tiers.durable.steps():
-        raise UsageError(
-            f"--overwrite: {tiers.durable.location} contains checkpoints, and an object store cannot move them; choose "
-            "another checkpoint.location, or remove them"
-        )
     _say(f"moved the earlier run to {directory.move_aside(folders)}")
     return True
 

@@ -41,6 +41,22 @@ def holder(fd: int) -> str:
     return os.pread(fd, 200, 0).decode(errors="replace").strip() or "unknown"
 
 
+def held_by(path: Path) -> str | None:
+    """Return the `holder` of a lock that a process of this machine holds; None if none does, or it cannot be known.
+
+    The lock is not touched: to try it would be in the way of a process that takes it at the same moment.
+    """
+    try:
+        name, inode = path.read_text(errors="replace").strip(), path.stat().st_ino
+        held = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    # 1: FLOCK  ADVISORY  WRITE 4711 08:02:131076 0 EOF
+    ours = (line.split() for line in held if " FLOCK " in line)
+    pids = {words[-4] for words in ours if words[-3].endswith(f":{inode}")}
+    return name if any(name.startswith(f"pid {pid} on ") for pid in pids) else None
+
+
 def is_elsewhere(name: str) -> bool:
     """Return whether a `holder` is on another machine."""
     return " on " in name and not name.endswith(f" on {this_machine()}")

@@ -319,7 +319,13 @@ class Storage(ABC):
 
     @abstractmethod
     def probe(self) -> str | None:
-        """Check that a run could write here; changes nothing. Return what the user should know about the place."""
+        """Try what a commit does here, with a small file that is removed again.
+
+        What an earlier trial has left that was killed is removed, too.
+
+        Returns:
+            What the user should know about the place; None for nothing.
+        """
 
     @property
     def decides_between_writers(self) -> bool:

@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import sys
-import uuid
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Sto
 from checkpointing.storage.durable import fsync_directory, replace_file, write_file
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.local_transaction import LocalTransaction
-from checkpointing.storage.rates import Rates, measure_directory
+from checkpointing.storage.rates import Rates, dead_trials, measure_directory, trial_name
 from checkpointing.storage.sidecars import LOCAL_RESTART_STATE, LocalSidecars
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
@@ -70,14 +70,23 @@ class LocalStorage(Storage):
         self._watched: WatchedDirectory | None = None
 
     def probe(self) -> None:
-        """Write and sync a file, and remove it."""
+        """Do with a small file what a commit does: write, sync and rename it, list and read it, and remove it."""
         self.root.mkdir(parents=True, exist_ok=True)
-        # Pods that share a volume have the same process numbers.
-        path = self.root / f".probe.{uuid.uuid4().hex}"
+        data, path = b"written by checkpointing to see what works here", self.root / trial_name(".probe.")
+        temporary = path.with_name(f"{path.name}.tmp")
         try:
-            write_file(path, [memoryview(b"probe")])
+            write_file(temporary, [memoryview(data)])
+            temporary.rename(path)
+            fsync_directory(self.root)
+            names = self._names()
+            if path.name not in names or path.read_bytes() != data:
+                raise OSError(errno.EIO, "what was written there cannot be read back", str(self.root))
         finally:
-            path.unlink(missing_ok=True)
+            for written in (temporary, path):
+                written.unlink(missing_ok=True)
+        for name in dead_trials(names, time.time()):
+            with contextlib.suppress(OSError):  # another user's
+                (self.root / name).unlink(missing_ok=True)
 
     def free_bytes(self) -> int:
         """Return the free space of the file system."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from checkpointing.host.failpoints import failpoint
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Storage
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_store import ObjectFile, ObjectStore, SharedUploads, StorageError, StorageTimeout
-from checkpointing.storage.rates import Rates, measure_objects
+from checkpointing.storage.rates import Rates, dead_trials, measure_objects, trial_name
 from checkpointing.storage.sidecars import ObjectSidecars
 
 _MANIFEST = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/{re.escape(MANIFEST_NAME)}\Z")
@@ -229,13 +230,15 @@ class ObjectStorage(Storage):
 
     def probe(self) -> str | None:
         """Put, get, list and delete an object: every kind of call that a run needs."""
-        key, data = f"probe/{uuid.uuid4().hex}", b"written by checkpointing to see what is allowed here"
+        key, data = trial_name("probe/"), b"written by checkpointing to see what is allowed here"
         self.store.put(key, data)
         try:
-            if self.store.get(key) != data or key not in self.store.sizes(key):
+            names = self.store.sizes("probe/")
+            if self.store.get(key) != data or key not in names:
                 raise StorageError(f"{self.location}: what was written there cannot be read back")
         finally:
             self.store.delete([key])
+        self.store.delete(dead_trials(names, time.time()))
         if self.store.honours_if_absent:
             return None
         return (

@@ -1,12 +1,14 @@
-"""Bandwidth of a directory or an object store, measured by writing to it."""
+"""Trials of a place for checkpoints: the names of what they write there, and the bandwidth that they measure."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import shutil
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,24 @@ from checkpointing.storage.object_store import ObjectStore, StorageError
 # Enough to get past the caches of a disk's controller, little enough to take seconds.
 _PROBE_BYTES = 256 * 1024 * 1024
 _PIECE_BYTES = 32 * 1024 * 1024
+# What a trial writes has one of these names, which no reader takes for anything else: `.probe.` in a directory, where
+# a dot hides it, and `probe/` in an object store.
+_TRIAL = re.compile(r"(?:\.probe\.|probe/)([0-9]{1,12})-[0-9a-f]{32}(?:\.tmp)?\Z")
+# No trial takes this long: what is older was left by a process that was killed. Clocks of nodes may differ.
+_DEAD_S = 3600
+
+
+def trial_name(prefix: str) -> str:
+    """Return a name that no other trial uses; pods that share a volume have the same process numbers.
+
+    The prefix is `.probe.` or `probe/`. The name says when it was made, so that a later trial removes what was left.
+    """
+    return f"{prefix}{time.time():.0f}-{uuid.uuid4().hex}"
+
+
+def dead_trials(names: Iterable[str], now: float) -> list[str]:
+    """Return those of the names that a killed trial has left."""
+    return [name for name in names if (match := _TRIAL.match(name)) and int(match.group(1)) < now - _DEAD_S]
 
 
 @dataclass(frozen=True)
@@ -43,8 +63,7 @@ def measure_directory(root: Path, checkpoint_bytes: int) -> Rates | None:
     nbytes = min(_PROBE_BYTES, max(checkpoint_bytes, _PIECE_BYTES), free // 4) // mmap.PAGESIZE * mmap.PAGESIZE
     if nbytes < mmap.PAGESIZE:
         return None
-    # The doctors of other machines may measure at the same time.
-    path = root / f".doctor.{uuid.uuid4().hex}"
+    path = root / trial_name(".probe.")
     try:
         with mmap.mmap(-1, nbytes) as buffer:
             # Some file systems do not store zeros.
@@ -66,7 +85,7 @@ def measure_objects(store: ObjectStore, checkpoint_bytes: int) -> Rates:
         StorageError: The store refused, did not answer, or returned other bytes than were uploaded.
     """
     nbytes = min(_PROBE_BYTES, max(checkpoint_bytes, _PIECE_BYTES))
-    piece, name = os.urandom(_PIECE_BYTES), f"probe/{uuid.uuid4().hex}"
+    piece, name = os.urandom(_PIECE_BYTES), trial_name("probe/")
     sizes = [min(_PIECE_BYTES, nbytes - start) for start in range(0, nbytes, _PIECE_BYTES)]
     target = bytearray(_PIECE_BYTES)
     try:

@@ -7,13 +7,13 @@ time, and every call ends. Measured against a black hole, s3fs had not returned 
 from __future__ import annotations
 
 import functools
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.storage.object_store import ObjectMissing, StorageError, StorageTimeout
+from checkpointing.storage.rates import trial_name
 from checkpointing.storage.s3_client import (
     MIN_BYTES_PER_S,
     Missing,
@@ -118,7 +118,7 @@ class S3Store:
     @functools.cached_property
     def honours_if_absent(self) -> bool:
         """Whether the server honours `If-None-Match`, found out by trying: rclone's and others let every writer win."""
-        key = f"probe/{uuid.uuid4().hex}"
+        key = trial_name("probe/")
         self.put(key, b"first", if_absent=True)
         try:
             return not self.put(key, b"second", if_absent=True)

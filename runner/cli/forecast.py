@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from itertools import chain
 from pathlib import Path
@@ -12,23 +13,42 @@ from typing import Any
 import click
 
 from runner.cli.inspect import entries_at
-from runner.cli.options import POSITIVE, Number, as_json_option, config_options, load, size_of, table_console
+from runner.cli.options import (
+    POSITIVE,
+    Number,
+    as_json_option,
+    config_options,
+    load,
+    named_program,
+    size_of,
+    table_console,
+)
+from runner.cli.start import request_of, start_options
 from runner.errors import UsageError
+from runner.system.text import visible
 
 _work_hours = click.option(
     "--work-hours", type=POSITIVE, metavar="HOURS", default=24.0, show_default=True, help="Hours of training steps."
 )
 
 
-@click.command()
-@config_options
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--notify", is_flag=True, help="Also post a test message to notify.url.")
+@click.option(
+    "--try-imports",
+    is_flag=True,
+    help="Also import the packages that PROGRAM imports, in a process of its own; PROGRAM itself is not run.",
+)
 @as_json_option
-def doctor(as_json: bool, notify: bool, **run: Any) -> None:
+@start_options
+def doctor(as_json: bool, notify: bool, try_imports: bool, **run: Any) -> None:
     """Run preflight checks on this node, with suggested fixes.
 
-    Pass the options of `start`. For a run on several nodes, start the command on all of them at the same time. The exit
-    code is 1 if a check fails, so that the command can serve as an init container.
+    Pass the options, PROGRAM and ARGS of `start`: nothing is started, no code of PROGRAM is run, and what is written
+    for a check is removed again. Of PROGRAM, what it imports and the files among its ARGS are looked for; without one,
+    the configured job's memory and the collectives between its ranks are checked, too. For a run on several nodes,
+    start the command on all of them at the same time. The exit code is 1 if a check fails, so that the command can
+    serve as an init container.
     """
     from rich.console import Console
     from rich.text import Text
@@ -36,16 +56,20 @@ def doctor(as_json: bool, notify: bool, **run: Any) -> None:
     from runner.doctor import Level, examine
     from runner.doctor.settings import check_webhook
 
-    config = load(run)
+    # What a check writes is removed on the way out.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    click.get_current_context().call_on_close(lambda: signal.signal(signal.SIGTERM, before))
+    asked, nested = request_of(run), named_program(run)
     colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
     console, findings = Console(highlight=False, soft_wrap=True), []
-    for finding in chain(check_webhook(config, os.environ) if notify else (), examine(config)):
+    own = check_webhook(asked.config, os.environ) if notify else ()
+    for finding in chain(own, examine(asked, nested, try_imports=try_imports)):
         findings.append(finding)
         if not as_json:
             line = Text.assemble((f"{finding.level.value:<4}", colours[finding.level]), "  ", (finding.subject, "bold"))
-            console.print(line.append(f": {finding.text}"))
+            console.print(line.append(f": {visible(finding.text)}"))
             if finding.fix:
-                console.print(Text(f"      {finding.fix}", "dim"))
+                console.print(Text(f"      {visible(finding.fix)}", "dim"))
     if as_json:
         click.echo(json.dumps([{**vars(one), "level": one.level.value} for one in findings], indent=1))
     failed = sum(finding.level is Level.FAIL for finding in findings)

@@ -87,6 +87,8 @@ _PROGRAM_ARGUMENTS = [
     click.argument("args", nargs=-1, type=click.UNPROCESSED),
 ]
 
+_OF_PROGRAM = ("program", "args", "module", "no_python")
+
 
 def config_options(command: Any) -> Any:
     """Decorate a command with the options that describe a run."""
@@ -102,6 +104,24 @@ def program_arguments(command: Any) -> Any:
     return command
 
 
+def named_program(options: dict[str, Any]) -> Any:
+    """Return the `Nested` of the values of `program_arguments`; None for the bundled job.
+
+    Raises:
+        UsageError: There is no such program, Python cannot compile it, or its launcher contradicts itself.
+    """
+    from runner.program.nested_launchers import unnested
+    from runner.program.program import check_syntax, find_program
+
+    word, args, module, command = (options[name] for name in _OF_PROGRAM)
+    program = find_program(word, args, module=module, command=command)
+    if program is None:
+        return None
+    nested = unnested(program, os.environ)
+    check_syntax(nested.inner or nested.program)
+    return nested
+
+
 def load_program(options: dict[str, Any], restart: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """Return the `Program` of a command line, None for the bundled job, and its `Config`.
 
@@ -112,16 +132,10 @@ def load_program(options: dict[str, Any], restart: dict[str, Any] | None = None)
     Raises:
         UsageError: The command line or the configuration is invalid.
     """
-    from runner.program.nested_launchers import unnested
-    from runner.program.program import check_syntax, find_program
-
-    rest = dict(options)
-    word, args, module, command = (rest.pop(name) for name in ("program", "args", "module", "no_python"))
-    program = find_program(word, args, module=module, command=command)
-    if program is None:
+    nested = named_program(options)
+    rest = {name: value for name, value in options.items() if name not in _OF_PROGRAM}
+    if nested is None:
         return None, load(rest, restart)
-    nested = unnested(program, os.environ)
-    check_syntax(nested.inner or nested.program)
     own = {f"launch.{name}": value for name, value in rest.items() if value is not None}
     for key, value, said in nested.settings:
         if key in own and str(own[key]) != str(value):

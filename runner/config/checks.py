@@ -79,7 +79,7 @@ def check_model(config: Config, source_of: SourceOf) -> None:
             f"model.config to build a new one (the bundled job's is in {DEFAULT_CONFIG})"
         )
     name = config.model.name_or_path
-    if name is not None and _is_path(name) and not Path(name).is_dir():
+    if name is not None and is_path(name) and not Path(name).is_dir():
         raise UsageError(f"model.name_or_path={name!r} does not exist; give a model's folder, or a Hub name")
     if name is None and (taken := [key for key in _OF_NEW_MODELS if key in config.model.config]):
         where, instead = source_of("model.config"), _OF_NEW_MODELS[taken[0]]
@@ -105,7 +105,7 @@ def _has_sizes(folder: Path, given: Mapping[str, Any], names: Sequence[str]) -> 
     return all(isinstance(own, dict) and own.get(name) == given[name] for name in names)
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
     """Return whether a name is a local path; asking the Hub for a path takes a minute and gives a misleading answer."""
     first, separator, rest = name.partition("/")
     # Hub names have one or two parts.
@@ -153,7 +153,7 @@ def _check_storage(config: Config) -> None:
 def _check_data_paths(config: Config, *, needs_data: bool) -> None:
     for name in ("path", "validation_path"):
         key, path = f"data.{name}", getattr(config.data, name)
-        if needs_data and path and "://" not in path and _is_path(path) and not Path(path).exists():
+        if needs_data and path and "://" not in path and is_path(path) and not Path(path).exists():
             raise _Refused(
                 key,
                 f"{key}={path!r} does not exist; give a .parquet, .jsonl, .json or .csv file, a folder, or the name of "

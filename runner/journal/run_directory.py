@@ -87,6 +87,7 @@ class RunDirectory:
         cache: Folder for prepared data.
         best_model: Folder of the bundled job's best model.
         job: The recorded `JobIdentity`.
+        lock_path: The file that a runner locks.
         is_locked: Whether this process holds the lock; False as well if a runner on another machine has not ended in
             time.
     """
@@ -103,7 +104,7 @@ class RunDirectory:
         self.best_model = self.root / "best_model"
         self._identity = self.root / "run.json"
         self.job = self._own / "job.json"
-        self._lock_path = self._own / ".runner.lock"
+        self.lock_path = self._own / ".runner.lock"
         self._lock_fd: int | None = None
         self.is_locked = False
 
@@ -130,9 +131,9 @@ class RunDirectory:
         """
         try:
             what = f"works on {self.root}"
-            self._lock_fd, self.is_locked = hold_lock(self._lock_path, what, "--output-dir", notify, cancelled)
+            self._lock_fd, self.is_locked = hold_lock(self.lock_path, what, "--output-dir", notify, cancelled)
         except OSError as error:
-            path = Path(error.filename or self._lock_path)
+            path = Path(error.filename or self.lock_path)
             what = "cannot be written" if path == self.root else f"{path} cannot be written"
             text = f"output_dir={str(self.root)!r}: {what}: {error.strerror}{_whose(path, error)}"
             raise unusable(text, error) from None

@@ -9,15 +9,18 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
-from checkpointing.host import limits
+from checkpointing.host import limits, locking
+from checkpointing.storage import Storage
 from checkpointing.storage.durable import replace_file
 from checkpointing.storage.object_store import StorageTimeout
 from runner.config.load import load_recorded
 from runner.config.schema import Config
 from runner.errors import LaunchDelayed, RunBusy, RunnerError, StorageFailed, StorageFull, UsageError, unusable
+from runner.journal.attempts import Job
 from runner.journal.events import Entry, RunEnded, RunStarted
 from runner.journal.journal import read_journal
 from runner.journal.run_directory import RunDirectory, hold_lock
@@ -42,6 +45,28 @@ _STATE = "trainer_state.json"
 _RETRY_S = 1.0
 # Of a run of one rank: runner, agent, launcher, fork server, and their threads; 2 ranks have 50 at most.
 _FEWEST_PROCESSES = 24
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """What a command line asks of `runner start`.
+
+    Attributes:
+        config: The resolved configuration.
+        job: What to run.
+        step: What to resume from: "auto", "never" or a step.
+        overwrite: Whether to move an earlier run aside.
+    """
+
+    config: Config
+    job: Job
+    step: str | int = "auto"
+    overwrite: bool = False
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run's folder; nothing is created."""
+        return RunDirectory(self.config.output_dir, self.config.launch.node_rank)
 
 
 class LocationLock:
@@ -76,12 +101,29 @@ class LocationLock:
             path, option = storage.root / LOCK_NAME, "checkpoint.location"
             self._fd, _ = hold_lock(path, what, option, self._notify, patience_s=self._patience_s)
             return
-        runner = RestartState.from_json(storage.sidecars.read_restart_state()).runner
-        if runner is not None and runner.is_alive_here:
-            raise RunBusy(
-                f"another runner (pid {runner.pid} on {runner.host}) keeps its checkpoints at {storage.location}; stop "
-                "it first, or choose another checkpoint.location"
-            )
+        if (holder := _holder_of(storage)) is not None:
+            raise _busy(holder, f"keeps its checkpoints at {storage.location}", "checkpoint.location")
+
+
+def _holder_of(storage: Storage) -> str | None:
+    """Return the runner of this machine that works at a location; None if none does."""
+    if storage.root is not None:
+        return locking.held_by(storage.root / LOCK_NAME)
+    runner = RestartState.from_json(storage.sidecars.read_restart_state()).runner
+    return f"pid {runner.pid} on {runner.host}" if runner is not None and runner.is_alive_here else None
+
+
+def _busy(holder: str, what: str, option: str) -> RunBusy:
+    return RunBusy(f"another runner ({holder}) {what}; stop it first, or choose another {option}")
+
+
+def check_not_busy(config: Config, directory: RunDirectory) -> None:
+    """Refuse a folder or a location at which a runner of this machine works, and take no lock; raises RunBusy."""
+    storage = config.tiers.durable
+    if (holder := locking.held_by(directory.lock_path)) is not None:
+        raise _busy(holder, f"works on {directory.root}", "--output-dir")
+    if (holder := _holder_of(storage)) is not None:
+        raise _busy(holder, f"keeps its checkpoints at {storage.location}", "checkpoint.location")
 
 
 def compare_jobs(job: JobIdentity, recorded: Sequence[tuple[str, JobIdentity]], *, allow_changes: bool) -> list[str]:
@@ -308,6 +350,29 @@ def await_storage(
                 notify(f"{error}; trying again for {patience_s:.0f} s")
             is_silent = False
             wait(_RETRY_S)
+
+
+def has_earlier_run(config: Config, directory: RunDirectory, *, overwrite: bool) -> bool:
+    """Return whether a new run finds an earlier one, which is to be moved aside.
+
+    Raises:
+        UsageError: It may not or cannot be moved.
+    """
+    durable = config.tiers.durable
+    has_steps = any(storage.steps() for storage in config.tiers.nearest_first)
+    if not has_steps and not directory.journal.exists():
+        return False
+    if not overwrite:
+        raise UsageError(
+            f"--resume never: {directory.root} already contains a run; add --overwrite to move it aside, or choose "
+            "another --output-dir"
+        )
+    if durable.root is None and durable.steps():
+        raise UsageError(
+            f"--overwrite: {durable.location} contains checkpoints, and an object store cannot move them; choose "
+            "another checkpoint.location, or remove them"
+        )
+    return True
 
 
 def check_resume_step(config: Config, step: int) -> list[str]:

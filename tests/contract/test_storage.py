@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,50 @@ def test_a_place_answers_for_itself(storage: Storage, monkeypatch: pytest.Monkey
     assert (measured.read is None) == (storage.free_bytes() is not None) == (storage.root is not None)
     assert storage.decides_between_writers in (True, False)
     assert (storage.probe() is None) == storage.decides_between_writers
+
+
+def test_a_trial_leaves_nothing_and_removes_what_a_killed_one_left(storage: Storage, location: str) -> None:
+    storage.begin_attempt(1)
+    commit(storage, 5)
+
+    def names() -> set[str]:
+        if storage.root is not None:
+            return {path.name for path in storage.root.iterdir()}
+        assert storage.store is not None
+        return set(storage.store.sizes())
+
+    before, prefix = names(), "probe/" if storage.root is None else ".probe."
+    old, new = f"{prefix}1700000000-{'a' * 32}", f"{prefix}{time.time():.0f}-{'b' * 32}"
+    for name in (old, new):
+        if storage.root is not None:
+            (storage.root / name).write_bytes(b"left")
+        else:
+            assert storage.store is not None
+            storage.store.put(name, b"left")
+    # No reader takes them for a checkpoint, or for anything else.
+    assert storage.steps() == [5] and storage.sweep() == [] and storage.quarantined() == []
+    storage.probe()
+    assert names() == before | {new}, "another trial may be under way"
+
+
+def test_a_trial_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(path: Path) -> None:
+        assert [one.name.startswith(".probe.") for one in path.iterdir()] == [True]
+        raise SystemExit
+
+    monkeypatch.setattr("checkpointing.storage.local.fsync_directory", stop)
+    with pytest.raises(SystemExit):
+        LocalStorage(tmp_path).probe()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_loses_what_is_renamed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(path: Path) -> None:
+        next(path.iterdir()).unlink()
+
+    monkeypatch.setattr("checkpointing.storage.local.fsync_directory", lose)
+    with pytest.raises(OSError, match="cannot be read back"):
+        LocalStorage(tmp_path).probe()
 
 
 def test_all_that_is_there_can_be_removed(storage: Storage, location: str) -> None:

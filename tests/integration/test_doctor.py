@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
+import boto3
 import pytest
 from helpers.servers import Server, bucket_on
 from infra.parts import lacks, needs
@@ -47,7 +51,7 @@ def test_this_machine(tmp_path: Path) -> None:
     for subject in ("GPUs", "memory", "memlock", "open files", "clock", "checkpoint.location", "speed of ranks"):
         assert subject in by_subject, subject
     assert all(one["fix"] for one in findings if one["level"] != "ok")
-    assert not any((tmp_path / "run" / "checkpoints").iterdir()), "it leaves nothing behind"
+    assert not any(tmp_path.iterdir()), "it leaves nothing behind"
     # For people.
     command = [*RUNNER, "doctor", "--output-dir", str(tmp_path / "run"), *ALONE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -154,3 +158,116 @@ def test_machines_that_do_not_fit_together(tmp_path: Path) -> None:
     elsewhere = ("--nnodes", "2", "--rdzv-endpoint", "no-such-host.invalid:29500")
     wrong = failed(doctor(tmp_path, *elsewhere, "--set", "launch.rendezvous_timeout_s=5", code=1))
     assert "cannot be resolved" in wrong["rendezvous"]
+
+
+# -- a script --------------------------------------------------------------------------------------------------------
+
+SCRIPT = """\
+import argparse
+import torch
+import own
+from transformers import Trainer
+raise SystemExit("the doctor has run it")
+"""
+LOOP = """\
+import torch
+from checkpointing import CheckpointManager
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+manager = CheckpointManager("checkpoints", model=model, optimizer=optimizer, save_steps=1)
+for step in range(manager.resume(), 3):
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    manager.step(step + 1)
+manager.close()
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A folder with a sound script, one of its modules, and a file of settings."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "own.py").write_text("raise SystemExit('the doctor has run it')\n")
+    (folder / "settings.yaml").write_text("lr: 1\n")
+    return folder
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int] | None]:
+    """All names, and of files what would have changed; a folder changes where a commit is tried in it."""
+    found = {str(path): path.stat() for path in sorted(folder.rglob("*"))}
+    return {name: (one.st_mtime_ns, one.st_size) if S_ISREG(one.st_mode) else None for name, one in found.items()}
+
+
+def of_script(
+    job: Path, *options: str, code: int, script: str = "train.py", arguments: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    return doctor(job.parent, *ALONE, *options, str(job / script), *arguments, code=code)
+
+
+def test_a_sound_script_is_examined_in_seconds_and_nothing_is_touched(job: Path, tmp_path: Path) -> None:
+    began = time.monotonic()
+    subprocess.run([*RUNNER, "config"], capture_output=True, check=True)
+    start_up_s, before, began = time.monotonic() - began, tree(tmp_path), time.monotonic()
+    findings = of_script(job, code=0, arguments=("--config", str(job / "settings.yaml")))
+    # About 0.5 s on a warm machine, where it may take 15 s.
+    assert time.monotonic() - began < 15 * max(start_up_s / 0.5, 1)
+    assert tree(tmp_path) == before
+    found = {one["subject"]: one["text"] for one in findings}
+    assert (
+        found["program"].startswith("script train.py, 1 rank on 1 node") and "1 path can be used" in found["arguments"]
+    )
+    assert "1 of its own modules" in found["imports"] and found["start"] == "would begin a new run"
+
+
+def test_what_is_broken_is_named(job: Path, tmp_path: Path) -> None:
+    (job / "broken.py").write_text("import torch\nimport not_there\n")
+    (job / "settings.yaml").write_text("lr: [1\n")
+    port = free_port()
+    output = tmp_path / "run"
+    output.write_text("a file, where the folder of the run should be")
+    with socket.create_server(("127.0.0.1", port)):
+        before = tree(tmp_path)
+        options = ("--metrics-port", str(port))
+        wrong = failed(
+            of_script(job, *options, code=1, script="broken.py", arguments=("--config", str(job / "settings.yaml")))
+        )
+        assert tree(tmp_path) == before
+    assert set(wrong) == {"imports", "arguments", "monitoring.port", "output_dir", "checkpoint.location"}
+    assert wrong["imports"] == "broken.py:2: no module 'not_there'"
+    assert "is not YAML" in wrong["arguments"] and "Address already in use" in wrong["monitoring.port"]
+
+
+@needs("tmpfs")
+def test_an_output_that_is_read_only(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    mount = f"mount -t tmpfs -o ro none {tmp_path / 'run'}"
+    wrong = failed(doctor(tmp_path, *ALONE, str(job / "train.py"), code=1, before=mount))
+    assert set(wrong) == {"output_dir", "checkpoint.location"} and "Read-only file system" in wrong["output_dir"]
+
+
+def test_the_folder_of_another_job(job: Path, tmp_path: Path) -> None:
+    (job / "train.py").write_text(LOOP)
+    command = [*RUNNER, "start", *ALONE, "--output-dir", str(tmp_path / "run"), str(job / "train.py")]
+    subprocess.run(command, capture_output=True, check=True, timeout=300)
+    before = tree(tmp_path / "run")
+    found = [one for one in of_script(job, code=0) if one["subject"] == "start"]
+    assert [one["level"] for one in found] == ["warn"] and "this run is finished" in found[0]["text"]
+    wrong = failed(of_script(job, code=1, arguments=("--seed", "2")))
+    assert list(wrong) == ["start"] and "of another job (--seed" in wrong["start"]
+    sizes = [one["text"] for one in of_script(job, code=0) if "checkpoints and one being written" in one["text"]]
+    assert len(sizes) == 1 and tree(tmp_path / "run") == before
+    # The start says the same.
+    done = subprocess.run([*command, "--seed", "2"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and wrong["start"].removeprefix("would be refused: ") in done.stderr
+
+
+def test_a_wrong_bucket(rclone_s3: Server, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = bucket_on(rclone_s3, monkeypatch)
+    location = f"checkpoint.location=s3://{bucket}/run"
+    found = [one for one in of_script(job, "--set", location, code=0) if one["subject"] == "checkpoint.location"]
+    assert {one["level"] for one in found} == {"ok", "warn"} and "a commit was tried" in found[-1]["text"]
+    assert "Contents" not in boto3.client("s3").list_objects_v2(Bucket=bucket), "it leaves nothing behind"
+    wrong = failed(of_script(job, "--set", f"{location.replace(bucket, 'no-such-bucket')}", code=1))
+    assert list(wrong) == ["checkpoint.location"] and "no-such-bucket" in wrong["checkpoint.location"]

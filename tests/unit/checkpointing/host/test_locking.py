@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.host.locking import holder, is_elsewhere, open_lock, this_machine, try_lock, wait_for_lock
+from checkpointing.host.locking import held_by, holder, is_elsewhere, open_lock, this_machine, try_lock, wait_for_lock
 
 
 def test_one_holder_at_a_time_and_its_name(tmp_path: Path) -> None:
@@ -49,3 +49,19 @@ def test_who_shares_a_folder_shares_its_locks(umask: int, mode: int, tmp_path: P
     finally:
         os.umask(before)
     assert (tmp_path / "lock").stat().st_mode & 0o777 == mode
+
+
+def test_who_holds_a_lock_is_seen_without_touching_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert held_by(path) is None
+    fd = open_lock(path)
+    assert held_by(path) is None
+    assert try_lock(fd)
+    before = path.stat()
+    assert held_by(path) == f"pid {os.getpid()} on {this_machine()}"
+    # The name of a holder that has ended, or is elsewhere, stays in the file.
+    os.close(fd)
+    other = open_lock(tmp_path / "other")
+    assert try_lock(other)
+    assert held_by(path) is None and path.stat() == before
+    os.close(other)

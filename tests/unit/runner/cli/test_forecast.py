@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from runner.errors import UsageError
 from runner.plan import plan as plan_module
 from runner.plan.plan import Assumptions
 from runner.plan.simulate.scenario import GPU_MTTF_S, HOUR_S
+from runner.session.preflight import StartRequest
 
 
 def run(command: Any, *arguments: str) -> Result:
@@ -44,7 +48,7 @@ GOOD, SLOW, BAD = ok("GPUs", "8 x H100"), warn("disk", "slow", "use NVMe"), fail
 def test_a_failed_check_fails_the_command(
     findings: list[Finding], code: int, counts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner.doctor, "examine", lambda config: iter(findings))
+    monkeypatch.setattr(runner.doctor, "examine", lambda *_, **__: iter(findings))
     result = run(doctor)
     assert result.exit_code == code and counts in result.output
     assert "warn  disk: slow\n      use NVMe" in result.output
@@ -54,15 +58,54 @@ def test_a_failed_check_fails_the_command(
 
 
 def test_the_doctor_examines_the_configured_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Config] = []
+    seen = examined(monkeypatch)
+    assert run(doctor, "--nproc-per-node", "4", "--set", "trainer.max_length=64").exit_code == 0
+    asked, nested, _ = seen[0]
+    assert asked.config.launch.nproc_per_node == 4 and asked.config.trainer["max_length"] == 64
+    assert (nested, asked.job.program, asked.step) == (None, None, "auto")
 
-    def examine(config: Config) -> list[Finding]:
-        seen.append(config)
+
+def test_the_doctor_takes_a_command_line_as_start_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    seen = examined(monkeypatch)
+    own = ["--json", "--try-imports", "--resume", "7", "--metrics-port", "9", "--allow-changes"]
+    assert run(doctor, *own, "torchrun", "--nproc-per-node", "3", str(script), "--json").exit_code == 0
+    asked, nested, try_imports = seen[0]
+    assert asked.job.program == nested.program and nested.program.args == ("--json",)
+    assert (asked.step, asked.job.allow_changes, asked.config.monitoring.port) == (7, True, 9)
+    assert try_imports and asked.config.launch.nproc_per_node == 3
+    assert [said for _, _, said in nested.settings] == ["--nproc_per_node 3"]
+    assert "does not exist" in refused(doctor, "missing.py")
+    script.write_text("def (")
+    assert "Python cannot compile" in refused(doctor, str(script))
+
+
+def test_a_stopped_doctor_removes_what_it_has_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, before = [], signal.getsignal(signal.SIGTERM)
+
+    def examine(*_: object, **__: object) -> Iterator[Finding]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield GOOD
+        finally:
+            removed.append("trial")
+
+    monkeypatch.setattr(runner.doctor, "examine", examine)
+    assert run(doctor).exit_code == 128 + signal.SIGTERM and removed == ["trial"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def examined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StartRequest, Any, bool]]:
+    """Have nothing examined, but what was asked for recorded."""
+    seen: list[tuple[StartRequest, Any, bool]] = []
+
+    def examine(asked: StartRequest, nested: Any, *, try_imports: bool) -> list[Finding]:
+        seen.append((asked, nested, try_imports))
         return []
 
     monkeypatch.setattr(runner.doctor, "examine", examine)
-    assert run(doctor, "--nproc-per-node", "4", "--set", "trainer.max_length=64").exit_code == 0
-    assert seen[0].launch.nproc_per_node == 4 and seen[0].trainer["max_length"] == 64
+    return seen
 
 
 # -- plan ----------------------------------------------------------------------------------------------------------
