@@ -1,10 +1,11 @@
-"""MkDocs hooks: the navigation from the folder tree, and links from pages to files outside docs/."""
+"""MkDocs hooks: the navigation from the folder tree, tabs, and links from pages to files outside docs/."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,6 +15,9 @@ _logger = logging.getLogger("mkdocs.hooks.site")
 _ROOT = Path(__file__).resolve().parents[1]
 _FENCED = re.compile(r"(^(?P<fence>```+|~~~+).*?^(?P=fence)\s*$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\[\]]*)\]\((?P<target>\.\./[^()\s#]*)(?P<anchor>#[^()\s]*)?\)")
+# What the site shows as tabs. Elsewhere a tab is a paragraph: its title in bold, and what follows.
+_TABS = re.compile(r"^<!-- tabs -->\n(?P<tabs>.*?)^<!-- end of tabs -->$", re.MULTILINE | re.DOTALL)
+_TAB = re.compile(r"^\*\*(?P<title>[^*\n]+)\*\*$", re.MULTILINE)
 _INDEXES = ("index.md", "README.md")
 
 
@@ -23,13 +27,14 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Point links that leave docs/ to the repository, where one is configured."""
+    """Make tabs, and point links that leave docs/ to the repository, where one is configured."""
     # The pattern has two groups, so that every third part is the name of a fence.
     parts = _FENCED.split(markdown)
     for index in range(0, len(parts), 3):
         parts[index] = _LINK.sub(lambda match: _link(match, page.file.src_uri, config.repo_url), parts[index])
     del parts[2::3]
-    return "".join(parts)
+    # Last, as the fences in a tab are indented.
+    return _TABS.sub(lambda match: _tabbed(match["tabs"]), "".join(parts))
 
 
 def navigation(pages: Sequence[str], order: Sequence[str], folder: str = "") -> list[Any]:
@@ -53,6 +58,15 @@ def navigation(pages: Sequence[str], order: Sequence[str], folder: str = "") -> 
         else:
             entries.append({name.replace("-", " ").capitalize(): navigation(pages, order, f"{folder}{name}/")})
     return entries
+
+
+def _tabbed(text: str) -> str:
+    # The text before the first title is empty.
+    parts = _TAB.split(text)[1:]
+    return "\n\n".join(
+        f'=== "{title}"\n\n{textwrap.indent(content.strip(), "    ")}'
+        for title, content in zip(parts[::2], parts[1::2], strict=True)
+    )
 
 
 def _link(match: re.Match[str], page: str, repository: str | None) -> str:

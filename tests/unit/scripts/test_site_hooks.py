@@ -42,6 +42,20 @@ def test_links_to_files_outside_the_site(
     assert site_hooks.on_page_markdown(text, page=page, config=config, files=None) == expected
 
 
+def test_bold_titles_between_marks_become_tabs(site_hooks: ModuleType) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    first = "Text with **bold** words.\n\n```bash\nrun [a](../README.md)\n```"
+    tabs = f"**A loop**\n\n{first}\n\n**A command**\n\n[b](../README.md)\n\n"
+    made = site_hooks.on_page_markdown(
+        f"**Before**\n\n<!-- tabs -->\n{tabs}<!-- end of tabs -->\n\n**After**",
+        page=page,
+        config=SimpleNamespace(repo_url=None),
+        files=None,
+    )
+    indented = "    Text with **bold** words.\n\n    ```bash\n    run [a](../README.md)\n    ```"
+    assert made == f'**Before**\n\n=== "A loop"\n\n{indented}\n\n=== "A command"\n\n    b\n\n**After**'
+
+
 def test_a_missing_target_is_a_warning(site_hooks: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="guides/page.md"))
     with caplog.at_level(logging.WARNING):
