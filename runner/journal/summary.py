@@ -360,7 +360,8 @@ def describe_repetitions(run: RunSummary) -> str:
     """Return how what was recomputed compares: the newest difference, or else the newest resume that was compared."""
     found = run.repetitions
     if not found:
-        return f"{run.resumes} resumes, none of which had a step to compare"
+        counted = "1 resume" if run.resumes == 1 else f"{run.resumes} resumes"
+        return f"{counted}, without a step to compare"
     worst = next((one for one in reversed(found) if one.differs), found[-1])
     equal = sum(not one.differs for one in found)
     return f"{equal} of {len(found)} resumes compared bit for bit; {worst.describe()}"

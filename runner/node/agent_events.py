@@ -177,6 +177,9 @@ class AgentEvents:
 
     def _show_resumption(self, event: Resumed) -> None:
         state = self._display.state
+        if event.source != "memory":
+            # What was newer is quarantined.
+            state.committed_step = event.step
         lost = state.step - event.step
         source = "in-memory snapshot" if event.source == "memory" else f"{event.source} checkpoint"
         again = f"; recomputing {lost} steps" if lost > 0 else ""

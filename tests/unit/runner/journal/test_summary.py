@@ -122,7 +122,7 @@ def test_slow_ranks_are_those_of_the_running_attempt() -> None:
 
 def test_what_was_recomputed_is_compared_and_the_newest_difference_counts() -> None:
     resumed = [event(101, "resumed", 1, step=10, source="memory"), event(120, "resumed", 2, step=20, source="local")]
-    assert describe_repetitions(summarise(entries(resumed))) == "2 resumes, none of which had a step to compare"
+    assert describe_repetitions(summarise(entries(resumed))) == "2 resumes, without a step to compare"
     differs = event(102, "steps_repeated", 1, step=10, first=11, last=10, differs=["batch"], rank=1)
     equal = event(121, "steps_repeated", 2, step=20, first=21, last=23, differs=[])
     found = describe_repetitions(summarise(entries([*resumed, equal])))

@@ -140,6 +140,8 @@ def test_what_another_node_forwards_is_shown_and_changes_no_checkpoint_state() -
     assert bench.events.batch == BatchShape(micro_batch=8, accumulation=2)
     assert [event.name for event in bench.recorded] == ["resumed", "log"]
     assert "resumed from step 7 (remote checkpoint)" in bench.display.texts[0] and bench.display.state.loss == 1.5
+    # What was newer is quarantined.
+    assert bench.display.state.committed_step == 7
 
 
 def test_a_new_attempt_forgets_the_batch_of_the_last_one() -> None:
