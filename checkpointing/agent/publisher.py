@@ -21,7 +21,7 @@ from checkpointing.agent.events import (
 )
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, PortionEnded, Report, SharesWritten, progress_reporter, text_of
-from checkpointing.commit.kept import kept_steps
+from checkpointing.commit.kept import kept_steps, remove_unless_kept
 from checkpointing.commit.protocol import CommitSteps, StagedFile, commit_snapshot
 from checkpointing.commit.reading import pieces_of
 from checkpointing.commit.replicated_save import ReplicatedCommit, ReplicatedSave, write_portion
@@ -322,7 +322,7 @@ class Publisher:
         # Those that could not be removed before come last: others must not wait for them.
         for step in sorted(doomed, key=lambda step: (step in stuck, step)):
             try:
-                storage.remove(step)
+                is_removed = remove_unless_kept(storage, step)
             except Exception as error:
                 is_new, failures = step not in stuck, failures + 1
                 stuck[step] = sizes[step]
@@ -337,7 +337,8 @@ class Publisher:
             else:
                 failures = 0
                 stuck.pop(step, None)
-                self._report(Pruned(step=step, tier=tier), None)
+                if is_removed:
+                    self._report(Pruned(step=step, tier=tier), None)
 
     def _is_proven(self, storage: Storage, kept: Sequence[Manifest], num_doomed: int) -> bool:
         """Return whether one of the checkpoints that stay is known to be what was written, as the storage has it.

@@ -45,6 +45,21 @@ def kept_steps(storage: Storage) -> set[int]:
     return {int(match.group(1)) for name in storage.sidecars.sizes(_PREFIX) if (match := _NAME.fullmatch(name))}
 
 
+def remove_unless_kept(storage: Storage, step: int) -> bool:
+    """Remove a checkpoint, unless a user keeps it: that may have been said since retention was decided, minutes ago.
+
+    Returns:
+        Whether it was removed.
+
+    Raises:
+        OSError: Storage refused.
+    """
+    if step in kept_steps(storage):
+        return False
+    storage.remove(step)
+    return True
+
+
 def labels(storage: Storage) -> dict[int, str]:
     """Return the label of each step that is kept; an empty one also where the sidecar cannot be understood.
 

@@ -205,7 +205,7 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
     """
     from checkpointing.commit.catalog import Catalog
     from checkpointing.commit.catalog import verify as verify_copy
-    from checkpointing.commit.kept import kept_steps
+    from checkpointing.commit.kept import kept_steps, remove_unless_kept
     from checkpointing.commit.retention import best_by, steps_to_remove
     from checkpointing.errors import InvalidCheckpoint
     from runner.journal.run_directory import RunDirectory
@@ -232,5 +232,5 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
             except InvalidCheckpoint as error:
                 echo(f"damaged, kept: {error}")
         for step in superfluous:
-            storage.remove(step)
-            echo(f"removed {storage.describe(step)}")
+            if remove_unless_kept(storage, step):
+                echo(f"removed {storage.describe(step)}")
