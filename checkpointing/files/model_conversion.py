@@ -66,7 +66,10 @@ def convert(source: Path, target: Path, dtype: torch.dtype | None = None, max_sh
     if dtype is not None:
         _note_dtype(target / "config.json", dtype)
     name = ADAPTER_NAME if paths[0].name == ADAPTER_NAME else MODEL_NAME
-    _write(target, name, state | {key: masters[key] for key in masters if key in state}, dtype, max_shard_bytes)
+    # The optimizer has one name of tied weights.
+    precise = {_identity(state[key]): masters[key] for key in masters if key in state}
+    state = {key: precise.get(_identity(tensor), tensor) for key, tensor in state.items()}
+    _write(target, name, state, dtype, max_shard_bytes)
 
 
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -88,6 +88,35 @@ def test_full_precision_is_that_of_the_optimizer(tmp_path: Path) -> None:
         assert torch.equal(load_file(tmp_path / name / "model.safetensors")["weight"], wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_weights_stay_tied_where_they_are_the_optimizers(
+    dtype: torch.dtype, model: LlamaForCausalLM, checkpoint: Path, tmp_path: Path
+) -> None:
+    masters = {name: value.detach().clone() for name, value in model.named_parameters()}
+    (checkpoint / "model.safetensors").unlink()
+    write(checkpoint / "model.safetensors", model.bfloat16().state_dict())
+    write(checkpoint / "master_weights.safetensors", masters)
+    convert(checkpoint, tmp_path / "out", dtype)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert ("lm_head.weight" in stored) == (not model.config.tie_word_embeddings)
+    assert torch.equal(stored["model.embed_tokens.weight"], masters["model.embed_tokens.weight"].to(dtype))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    is_tied = found.lm_head.weight.data_ptr() == found.model.embed_tokens.weight.data_ptr()
+    assert is_tied == model.config.tie_word_embeddings
+
+
+def test_the_optimizers_weight_is_that_of_every_name(tmp_path: Path) -> None:
+    """Also where the optimizer knows a tied weight by another name than the one that is stored."""
+    tied, precise = torch.ones(2, 2).bfloat16(), torch.full((2, 2), 1.0001)
+    write(tmp_path / "in" / "model.safetensors", {"embed": tied, "head": tied, "other": torch.ones(2).bfloat16()})
+    write(tmp_path / "in" / "master_weights.safetensors", {"head": precise})
+    (tmp_path / "out").mkdir()
+    convert(tmp_path / "in", tmp_path / "out", torch.float32)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    weights = [value for name, value in stored.items() if name != "other"]
+    assert len(weights) == 1 and torch.equal(weights[0], precise)
+
+
 def test_numbers_that_are_no_weights_keep_their_type(tmp_path: Path) -> None:
     write(tmp_path / "in" / "model.safetensors", {"position": torch.arange(3), "weight": torch.ones(2)})
     (tmp_path / "out").mkdir()
