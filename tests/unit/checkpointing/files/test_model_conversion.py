@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from checkpointing.errors import InvalidCheckpoint
+from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.files.file_images import pieces
 from checkpointing.files.model_conversion import convert
 from checkpointing.files.safetensors_files import safetensors_image
@@ -115,6 +115,23 @@ def test_the_optimizers_weight_is_that_of_every_name(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "out" / "model.safetensors")
     weights = [value for name, value in stored.items() if name != "other"]
     assert len(weights) == 1 and torch.equal(weights[0], precise)
+
+
+@pytest.mark.parametrize("value", [1e5, -3e38])
+def test_a_number_that_the_type_does_not_hold_is_named(value: float, tmp_path: Path) -> None:
+    inf = float("inf")
+    write(tmp_path / "in" / "model.safetensors", {"fits": torch.tensor([6e4, inf]), "large": torch.tensor([value])})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match=r"'large' .* float16, .* --dtype bf16"):
+        convert(tmp_path / "in", tmp_path / "out", torch.float16)
+
+
+def test_infinity_stays_what_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "model.safetensors", {"mask": torch.tensor([float("-inf"), float("nan"), 1.0])})
+    (tmp_path / "out").mkdir()
+    convert(tmp_path / "in", tmp_path / "out", torch.float16)
+    found = load_file(tmp_path / "out" / "model.safetensors")["mask"]
+    assert found[0] == float("-inf") and found[1].isnan() and found[2] == 1
 
 
 def test_numbers_that_are_no_weights_keep_their_type(tmp_path: Path) -> None:
