@@ -45,8 +45,8 @@ def copy(source: str, destination: str) -> None:
             entry = catalog.find(step)
             with progress_bar(f"checkpoint-{step}", entry.manifest.total_bytes) as advance:
                 is_new = copy_checkpoint(entry.storage, step, place, advance)
-            if (label := labels(entry.storage).get(step)) is not None:
-                keep(place, step, label)
+            if (label := labels(entry.storage, [entry.manifest]).get(step)) is not None:
+                keep(place, entry.manifest, label)
             what = f"{len(entry.manifest.files)} files copied to" if is_new else "there already, and whole:"
             echo(f"checkpoint-{step}: {what} {place.describe(step)}")
     if not num_found:

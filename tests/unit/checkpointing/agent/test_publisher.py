@@ -92,7 +92,7 @@ def test_what_a_user_keeps_stays_in_each_tier(tmp_path: Path) -> None:
     for storage in tiers.nearest_first:
         for step in (1, 2, 3, 4):
             save(storage, step)
-        keep(storage, 2)
+        keep(storage, storage.read_manifest(2))
         publisher.prune(storage)
         assert Catalog(storage).committed_steps()[0] == 2
         unkeep(storage, 2)
@@ -110,11 +110,11 @@ def test_what_a_user_keeps_during_the_reading_back_stays(tmp_path: Path, monkeyp
 
     def refreshed(step: int) -> None:
         refresh(step)
-        keep(storage, 1)
+        keep(storage, storage.read_manifest(1))
 
     def removed(step: int) -> None:
         remove(step)
-        keep(storage, 3)
+        keep(storage, storage.read_manifest(3))
 
     monkeypatch.setattr(storage, "refresh", refreshed)
     monkeypatch.setattr(storage, "remove", removed)

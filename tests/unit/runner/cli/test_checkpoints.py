@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -88,6 +89,19 @@ def test_both_tiers_keep_what_they_have(run: Path, tmp_path: Path) -> None:
     assert [kept_steps(storage) for storage in tiers] == [{10}, set()]
 
 
+def test_the_next_checkpoint_of_a_step_is_not_kept(run: Path) -> None:
+    """As after a run has gone back; what was kept is another one, and can be left to retention without it."""
+    place = LocalStorage(run / "checkpoints")
+    assert checkpoints("keep", run / "checkpoint-10", "--label", "mine")[0] == 0
+    other = replace(place.read_manifest(10), attempt=2)
+    (place.root / "checkpoint-10" / "manifest.json").write_bytes(other.to_json())
+    assert "kept" not in checkpoints("list", run)[1]
+    assert checkpoints("prune", run, "--keep-last", 1)[0] == 0 and kept(run) == [20, 40]
+    assert "is left to retention" in checkpoints("unkeep", run / "checkpoint-10")[1]
+    assert kept_steps(place) == set()
+    assert "there is no such checkpoint" in checkpoints("unkeep", run / "checkpoint-10")[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -118,7 +132,7 @@ def test_what_is_pruned_meanwhile_is_not_kept(run: Path, monkeypatch: pytest.Mon
 
 def test_what_is_kept_while_prune_reads_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(storage: Storage, step: int) -> Manifest:
-        keep(storage, 10)
+        keep(storage, storage.read_manifest(10))
         return verify(storage, step)
 
     monkeypatch.setattr(catalog, "verify", read)
