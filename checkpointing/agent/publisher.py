@@ -21,7 +21,7 @@ from checkpointing.agent.events import (
 )
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, PortionEnded, Report, SharesWritten, progress_reporter, text_of
-from checkpointing.commit.kept import kept_steps
+from checkpointing.commit.kept import kept_of, remove_unless_kept
 from checkpointing.commit.protocol import CommitSteps, StagedFile, commit_snapshot
 from checkpointing.commit.reading import pieces_of
 from checkpointing.commit.replicated_save import ReplicatedCommit, ReplicatedSave, write_portion
@@ -309,8 +309,8 @@ class Publisher:
         stuck = self._stuck.setdefault(tier, {})
         try:
             committed = committed_at(storage)
-            sizes = {manifest.step: manifest.total_bytes for manifest in committed}
-            doomed = set(steps_to_remove(committed, retention, lambda: kept_steps(storage)))
+            by_step = {manifest.step: manifest for manifest in committed}
+            doomed = set(steps_to_remove(committed, retention, lambda: kept_of(storage, committed)))
             doomed -= set(spared()) if doomed else set()
             kept = [one for one in committed if one.step not in doomed]
             if doomed and not self._is_proven(storage, kept, len(doomed)):
@@ -322,10 +322,10 @@ class Publisher:
         # Those that could not be removed before come last: others must not wait for them.
         for step in sorted(doomed, key=lambda step: (step in stuck, step)):
             try:
-                storage.remove(step)
+                is_removed = remove_unless_kept(storage, by_step[step])
             except Exception as error:
                 is_new, failures = step not in stuck, failures + 1
-                stuck[step] = sizes[step]
+                stuck[step] = by_step[step].total_bytes
                 if is_new:
                     held = sum(stuck.values())
                     self._report(
@@ -337,7 +337,8 @@ class Publisher:
             else:
                 failures = 0
                 stuck.pop(step, None)
-                self._report(Pruned(step=step, tier=tier), None)
+                if is_removed:
+                    self._report(Pruned(step=step, tier=tier), None)
 
     def _is_proven(self, storage: Storage, kept: Sequence[Manifest], num_doomed: int) -> bool:
         """Return whether one of the checkpoints that stay is known to be what was written, as the storage has it.

@@ -14,7 +14,7 @@ from checkpointing.agent.publisher import Outcome, Publisher, committed_at
 from checkpointing.agent.reporting import Clock, Report, UploadEnded, text_of
 from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.commit.catalog import verify
-from checkpointing.commit.kept import kept_steps
+from checkpointing.commit.kept import kept_of
 from checkpointing.commit.protocol import StagedFile
 from checkpointing.commit.retention import Retention, steps_to_upload
 from checkpointing.commit.tiers import Tiers
@@ -98,8 +98,8 @@ class Uploader:
             return []
         on_durable = (self._on_durable or {}).values()
         retention = self._publisher.retention or Retention()
-        local = self._tiers.local
-        return steps_to_upload(committed_at(local), on_durable, retention, kept_steps(local))
+        committed = committed_at(self._tiers.local)
+        return steps_to_upload(committed, on_durable, retention, kept_of(self._tiers.local, committed))
 
     def _put(self, task: Arena | _Look) -> None:
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 from checkpointing.commit.catalog import verify
@@ -12,6 +12,50 @@ from checkpointing.format.digest import RunningDigest, algorithm_of
 from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.storage import Storage
 from checkpointing.storage.base import Transaction
+
+
+def check_destination(
+    chosen: Iterable[Manifest],
+    source: Collection[Manifest],
+    destination: Storage,
+    *,
+    lineage: str = "",
+    known: str = "",
+) -> None:
+    """Check, before anything is written, that a destination is of the run that checkpoints are copied from, or new.
+
+    Otherwise its run would resume from another one's checkpoint, and count its own as superfluous. A location may hold
+    several runs, each of which has continued from the one before: then the source has the destination's newest one.
+
+    Args:
+        chosen: What is to be copied.
+        source: All that is at the source.
+        destination: Where to.
+        lineage: Which run the destination's restart state is of; empty where there is none.
+        known: Likewise, for the source.
+
+    Raises:
+        CommitConflict: It is of another run.
+        OSError: The destination cannot be read.
+    """
+    there = [found for _, found in destination.survey() if isinstance(found, Manifest)]
+    newest = max(there, key=lambda one: one.step, default=None)
+    identities, by_step = {one.identity for one in source}, {one.step: one for one in there}
+    is_known = lineage in {"", known, *(one.run_id for one in source)}
+    for manifest in chosen:
+        found = by_step.get(manifest.step)
+        if found is not None and found.identity != manifest.identity:
+            raise _another(destination, found)
+        # A run has its older checkpoints, wherever it has gone on.
+        if any(one.run_id == manifest.run_id and one.step >= manifest.step for one in there):
+            continue
+        continues = newest is None or newest.run_id == manifest.run_id or newest.identity in identities
+        if not (continues and is_known):
+            owner = lineage if newest is None or continues else newest.run_id
+            raise CommitConflict(
+                f"{destination.location} is of another run ({owner}), which would resume from checkpoint-"
+                f"{manifest.step} of run {manifest.run_id}; choose another destination"
+            )
 
 
 def copy_checkpoint(
@@ -84,12 +128,16 @@ def _is_there(manifest: Manifest, destination: Storage) -> bool:
         # What does not count is displaced by the commit, as in a run; another program's is kept, and refused there.
         return False
     if found.identity != manifest.identity:
-        raise CommitConflict(
-            f"{destination.describe(step)} is another checkpoint (run {found.run_id}, attempt {found.attempt}) and is "
-            "kept; choose another destination"
-        )
+        raise _another(destination, found)
     verify(destination, step)
     return True
+
+
+def _another(destination: Storage, found: Manifest) -> CommitConflict:
+    return CommitConflict(
+        f"{destination.describe(found.step)} is another checkpoint (run {found.run_id}, attempt {found.attempt}) and "
+        "is kept; choose another destination"
+    )
 
 
 def _write_files(source: Storage, manifest: Manifest, transaction: Transaction, copied: Callable[[int], None]) -> None:

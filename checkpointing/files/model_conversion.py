@@ -43,6 +43,7 @@ def convert(source: Path, target: Path, dtype: torch.dtype | None = None, max_sh
 
     Raises:
         InvalidCheckpoint: There is no model, or it cannot be parsed.
+        CheckpointError: A finite number would become infinite.
         OSError: A folder cannot be read or written.
     """
     paths = sorted(source.glob("model*.safetensors")) or sorted(source.glob(ADAPTER_NAME))
@@ -66,7 +67,10 @@ def convert(source: Path, target: Path, dtype: torch.dtype | None = None, max_sh
     if dtype is not None:
         _note_dtype(target / "config.json", dtype)
     name = ADAPTER_NAME if paths[0].name == ADAPTER_NAME else MODEL_NAME
-    _write(target, name, state | {key: masters[key] for key in masters if key in state}, dtype, max_shard_bytes)
+    # The optimizer has one name of tied weights.
+    precise = {_identity(state[key]): masters[key] for key in masters if key in state}
+    state = {key: precise.get(_identity(tensor), tensor) for key, tensor in state.items()}
+    _write(target, name, state, dtype, max_shard_bytes)
 
 
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:
@@ -122,9 +126,26 @@ def _converted(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> 
     for key, tensor in state.items():
         identity = _identity(tensor)
         if identity not in done:
-            done[identity] = tensor.to(_wanted(tensor, dtype))
+            done[identity] = as_type(key, tensor, dtype)
         found[key] = done[identity]
     return found
+
+
+def as_type(key: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a tensor, of another type if it has floating-point numbers.
+
+    Raises:
+        CheckpointError: A finite number would become infinite.
+    """
+    converted = tensor.to(_wanted(tensor, dtype))
+    if converted.dtype != tensor.dtype:
+        infinite = converted.isinf()
+        if infinite.any() and (infinite & tensor.double().isfinite()).any():
+            name, wider = str(dtype).removeprefix("torch."), "bf16 or fp32" if dtype is torch.float16 else "fp32"
+            raise CheckpointError(
+                f"{key!r} has numbers that are too large for {name}, and would become infinite; pass --dtype {wider}"
+            )
+    return converted
 
 
 def _wanted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

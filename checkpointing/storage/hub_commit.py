@@ -44,7 +44,7 @@ def push_files(
         repo: `owner/name`.
         files: The files, by their names in the repository; others there are left as they are.
         title: Of the commit.
-        marker: A text that only a commit of these files has.
+        marker: A line that only a commit of these files has.
         creates_private: Create the repository, private, where there is none.
         revision: Branch; None for the main one.
         endpoint: URL of the Hub; None for that of `HF_ENDPOINT`.
@@ -67,7 +67,8 @@ def push_files(
             api.create_repo(repo, private=True, exist_ok=True)
         history = api.list_repo_commits(repo, revision=revision)
         for commit in history:
-            if marker in commit.title or marker in commit.message:
+            # A whole line: the marker may begin another one.
+            if marker in (*commit.title.splitlines(), *commit.message.splitlines()):
                 return Pushed(commit.commit_id, is_new=False)
         made = api.create_commit(
             repo,

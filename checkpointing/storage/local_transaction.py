@@ -53,8 +53,12 @@ class LocalTransaction:
         if not continues:
             # What is left of the same attempt can only be a failed try of this process.
             shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir(exist_ok=continues)
-        if continues:
+        try:
+            self._temporary.mkdir()
+        except FileExistsError:
+            if not continues:
+                raise
+            # Not of one that was just made: a volume may give it to another user (NFS, CIFS, FUSE).
             _check_own(self._temporary)
         for partial in self._temporary.rglob(f"*{_PARTIAL}") if continues else ():
             partial.unlink(missing_ok=True)

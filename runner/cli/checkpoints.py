@@ -46,8 +46,14 @@ def list_checkpoints(location: str) -> None:
     for stage, tiers in stages:
         if stage:
             echo(f"{stage}:")
-        kept = {storage.location: labels(storage) for storage in tiers.nearest_first}
-        for entry in tiers.catalog.entries():
+        entries = tiers.catalog.entries()
+        kept = {
+            storage.location: labels(
+                storage, [one.manifest for one in entries if one.storage is storage and one.manifest is not None]
+            )
+            for storage in tiers.nearest_first
+        }
+        for entry in entries:
             tier = tiers.name(entry.storage)
             if entry.manifest is None:
                 echo(f"{entry.step:>8}  {'':>12}  {'':>12}  {tier:<6}  invalid: {entry.problem}")
@@ -151,10 +157,11 @@ def keep(checkpoint: str, label: str) -> None:
     if len(label) > _LONGEST_LABEL or "\n" in label:
         raise UsageError(f"--label: write at most {_LONGEST_LABEL} characters, in one line")
     tiers, step = tiers_with(checkpoint)
+    manifest = tiers.catalog.find(step).manifest
     # The durable tier gets it even before the checkpoint: an upload may be under way.
     places = [storage for storage in tiers.nearest_first if storage is tiers.durable or storage.has_step(step)]
     for storage in places:
-        keep_copy(storage, step, label)
+        keep_copy(storage, manifest, label)
     if step not in tiers.catalog.committed_steps():
         for storage in places:
             unkeep_copy(storage, step)
@@ -165,11 +172,15 @@ def keep(checkpoint: str, label: str) -> None:
 @checkpoints.command()
 @click.argument("checkpoint")
 def unkeep(checkpoint: str) -> None:
-    """Leave CHECKPOINT (LOCATION/checkpoint-STEP) to retention again."""
+    """Leave CHECKPOINT (LOCATION/checkpoint-STEP) to retention again, also if it is not there any more."""
     from checkpointing.commit.kept import kept_steps
     from checkpointing.commit.kept import unkeep as unkeep_copy
 
-    tiers, step = tiers_with(checkpoint)
+    location, step = split_checkpoint(checkpoint)
+    keeping = [
+        tiers for _, tiers in stages_of(location) if any(step in kept_steps(storage) for storage in tiers.nearest_first)
+    ]
+    tiers, step = (keeping[0], step) if len(keeping) == 1 else tiers_with(checkpoint)
     places = [storage for storage in tiers.nearest_first if step in kept_steps(storage)]
     for storage in places:
         unkeep_copy(storage, step)
@@ -205,7 +216,7 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
     """
     from checkpointing.commit.catalog import Catalog
     from checkpointing.commit.catalog import verify as verify_copy
-    from checkpointing.commit.kept import kept_steps
+    from checkpointing.commit.kept import kept_of, remove_unless_kept
     from checkpointing.commit.retention import best_by, steps_to_remove
     from checkpointing.errors import InvalidCheckpoint
     from runner.journal.run_directory import RunDirectory
@@ -223,7 +234,9 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
     )
     for storage in (storage for _, tiers in stages_of(location, config) for storage in tiers.nearest_first):
         manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}
-        superfluous = steps_to_remove(manifests.values(), retention, functools.partial(kept_steps, storage))
+        superfluous = steps_to_remove(
+            manifests.values(), retention, functools.partial(kept_of, storage, manifests.values())
+        )
         for step in sorted(manifests, reverse=True) if superfluous else ():
             superfluous = [other for other in superfluous if other != step]
             try:
@@ -232,5 +245,5 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
             except InvalidCheckpoint as error:
                 echo(f"damaged, kept: {error}")
         for step in superfluous:
-            storage.remove(step)
-            echo(f"removed {storage.describe(step)}")
+            if remove_unless_kept(storage, manifests[step]):
+                echo(f"removed {storage.describe(step)}")

@@ -32,24 +32,58 @@ def copy(source: str, destination: str) -> None:
 
     location, only = split_checkpoint(source)
     target, first, num_found = storage_at(destination), tiers_of(location), 0
-    for stage, tiers in [(FIRST_STAGE, first), *first.stages]:
-        catalog = tiers.catalog
-        steps = [step for step in catalog.committed_steps() if only in (None, step)]
-        if steps and stage.name:
-            target.sidecars.write(f"{stage.name}.json", stage.to_json())
-        place = storage_at(stage.inside(target.location)) if steps and stage.name else target
+    parts = [(stage, tiers.catalog) for stage, tiers in [(FIRST_STAGE, first), *first.stages]]
+    stages = [(stage, catalog, steps) for stage, catalog in parts if (steps := _steps(catalog, only))]
+    _check_runs(first, stages, target)
+    for stage, catalog, steps in stages:
+        if stage.name and not target.sidecars.read(f"{stage.name}.json"):
+            target.sidecars.create(f"{stage.name}.json", stage.to_json())
+            _check_stage(stage, target)
+        place = storage_at(stage.inside(target.location)) if stage.name else target
         num_found += len(steps)
         for step in steps:
             entry = catalog.find(step)
             with progress_bar(f"checkpoint-{step}", entry.manifest.total_bytes) as advance:
                 is_new = copy_checkpoint(entry.storage, step, place, advance)
-            if (label := labels(entry.storage).get(step)) is not None:
-                keep(place, step, label)
+            if (label := labels(entry.storage, [entry.manifest]).get(step)) is not None:
+                keep(place, entry.manifest, label)
             what = f"{len(entry.manifest.files)} files copied to" if is_new else "there already, and whole:"
             echo(f"checkpoint-{step}: {what} {place.describe(step)}")
     if not num_found:
         name = "checkpoint" if only is None else f"checkpoint-{only}"
         raise UsageError(f"there is no whole {name} at {location}; see `runner checkpoints list`")
+
+
+def _steps(catalog: Any, only: int | None) -> list[int]:
+    return [step for step in catalog.committed_steps() if only in (None, step)]
+
+
+def _check_runs(first: Any, stages: list[tuple[Any, Any, list[int]]], target: Any) -> None:
+    """Check that the destination has nothing of another run; raises as `check_destination`, or UsageError."""
+    from checkpointing.commit.checkpoint_copy import check_destination
+    from runner.recovery.restart_state import RestartState
+
+    lineages = [
+        RestartState.from_json(storage.sidecars.read_restart_state()).lineage for storage in (target, first.durable)
+    ]
+    for stage, catalog, steps in stages:
+        if stage.name:
+            _check_stage(stage, target)
+        manifests = [entry.manifest for entry in catalog.entries() if entry.manifest is not None]
+        place = storage_at(stage.inside(target.location)) if stage.name else target
+        chosen = [one for one in manifests if one.step in steps]
+        check_destination(chosen, manifests, place, lineage=lineages[0], known=lineages[1])
+
+
+def _check_stage(stage: Any, target: Any) -> None:
+    from checkpointing.commit.tiers import TrainingStage
+
+    found = target.sidecars.read(f"{stage.name}.json")
+    if found and TrainingStage.from_json(found) != stage:
+        raise UsageError(
+            f"{target.location} has another record of {stage.name}: it is of another run, or of a rerun with other "
+            "steps; choose another destination"
+        )
 
 
 @click.command()

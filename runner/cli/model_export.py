@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,13 +83,17 @@ def in_a_process(module: str, *arguments: str) -> bool:
         UsageError: It ended with 2; the text is what it has written to standard error.
     """
     command = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
+    # In a file: a pipe that nobody reads until the end would fill up, and the process would wait.
+    with (
+        tempfile.TemporaryFile("w+") as file,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file, text=True) as process,
+    ):
+        assert process.stdout is not None
         for line in process.stdout:
             echo(line.rstrip("\n"))
-        errors = process.stderr.read()
+        process.wait()
+        file.seek(0)
+        errors = file.read()
     if process.returncode == 2:
         raise UsageError(errors.strip().splitlines()[-1])
     if process.returncode not in (0, 3):

@@ -17,7 +17,7 @@ import transformers
 from peft import PeftModel
 
 from checkpointing.errors import CheckpointError
-from checkpointing.files.model_conversion import DTYPES, parser
+from checkpointing.files.model_conversion import DTYPES, as_type, parser
 from checkpointing.format.layout import is_of_training
 
 # By the task that an adapter names: the class that has its head. Others are what the base model's configuration says.
@@ -41,7 +41,8 @@ def merge(source: Path, target: Path, base: str | None, dtype: torch.dtype | Non
         max_shard_bytes: Size of a file of weights at most.
 
     Raises:
-        CheckpointError: There is no adapter, or its base cannot be loaded or is quantized.
+        CheckpointError: There is no adapter, its base cannot be loaded or is quantized, or a finite number would
+            become infinite.
     """
     try:
         adapter = json.loads((source / "adapter_config.json").read_text())
@@ -65,7 +66,10 @@ def merge(source: Path, target: Path, base: str | None, dtype: torch.dtype | Non
             f"the base model {base!r} cannot be loaded: {text}; pass its path as --base-model"
         ) from None
     merged = PeftModel.from_pretrained(model, source).merge_and_unload()
-    merged.to(dtype or config.dtype or torch.float32)
+    dtype = dtype or config.dtype or torch.float32
+    for name, tensor in merged.state_dict().items():
+        as_type(name, tensor, dtype)
+    merged.to(dtype)
     merged.save_pretrained(target, max_shard_size=max_shard_bytes)
     for path in source.iterdir():
         # PEFT's model card describes the adapter.

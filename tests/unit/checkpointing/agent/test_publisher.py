@@ -92,12 +92,34 @@ def test_what_a_user_keeps_stays_in_each_tier(tmp_path: Path) -> None:
     for storage in tiers.nearest_first:
         for step in (1, 2, 3, 4):
             save(storage, step)
-        keep(storage, 2)
+        keep(storage, storage.read_manifest(2))
         publisher.prune(storage)
         assert Catalog(storage).committed_steps()[0] == 2
         unkeep(storage, 2)
         publisher.prune(storage)
         assert 2 not in Catalog(storage).committed_steps()
+
+
+def test_what_a_user_keeps_during_the_reading_back_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, reports = open_storage(str(tmp_path)), Reports()
+    publisher = publisher_of(Tiers(storage), reports)
+    publisher.retention = Retention(1)
+    for step in (1, 2, 3, 4):
+        save(storage, step)
+    refresh, remove = storage.refresh, storage.remove
+
+    def refreshed(step: int) -> None:
+        refresh(step)
+        keep(storage, storage.read_manifest(1))
+
+    def removed(step: int) -> None:
+        remove(step)
+        keep(storage, storage.read_manifest(3))
+
+    monkeypatch.setattr(storage, "refresh", refreshed)
+    monkeypatch.setattr(storage, "remove", removed)
+    publisher.prune(storage)
+    assert reports.results == [Pruned(step=2, tier="local")] and storage.steps() == [1, 3, 4]
 
 
 def test_nothing_is_removed_where_it_is_unknown_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

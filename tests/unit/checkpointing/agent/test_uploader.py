@@ -62,8 +62,8 @@ def test_the_newest_is_uploaded_first_then_what_is_kept_for_good(uploads: Upload
 def test_what_a_user_keeps_is_uploaded_too(uploads: Uploads) -> None:
     for step in (4, 5, 6):
         save(uploads.local, step)
-    keep(uploads.local, 4)
-    keep(uploads.local, 99)
+    keep(uploads.local, uploads.local.read_manifest(4))
+    uploads.local.sidecars.write("keep-99.json", b"")
     uploads.look()
     assert uploads.committed == [4, 6]
 

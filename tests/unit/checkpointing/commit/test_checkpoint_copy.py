@@ -11,7 +11,7 @@ import pytest
 from unit.checkpointing.agent.doubles import Store
 
 from checkpointing.commit.catalog import verify
-from checkpointing.commit.checkpoint_copy import copy_checkpoint
+from checkpointing.commit.checkpoint_copy import check_destination, copy_checkpoint
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.errors import CommitConflict, CommitFailed, InvalidCheckpoint
 from checkpointing.format.digest import digest_buffer
@@ -124,3 +124,58 @@ def test_what_a_location_would_never_load_is_not_copied_there(source: LocalStora
     with pytest.raises(CommitConflict, match=r"is of attempt 1, and would never be loaded from .*choose another"):
         copy_checkpoint(source, 5, destination)
     assert destination.steps() == [] and destination.sweep() == []
+
+
+@pytest.mark.parametrize(
+    ("source", "there", "refused"),
+    [
+        ("a:30", "", None),
+        ("a:30", "a:10", None),
+        # The same run has gone on.
+        ("a:10", "a:20 b:30", None),
+        # The destination's run is one that the source's has continued.
+        ("a:10 b:20", "a:10", None),
+        ("b:40", "a:10 b:30", None),
+        ("b:30", "a:10", "a"),
+        ("a:10 b:20", "a:15", "a"),
+        ("a:30", "a:10 b:20", "b"),
+        ("a:30", "b:10", "b"),
+        ("a:5", "b:10", "b"),
+    ],
+)
+def test_what_another_run_would_resume_from_is_not_copied(
+    source: str, there: str, refused: str | None, tmp_path: Path
+) -> None:
+    def filled(name: str, checkpoints: str) -> LocalStorage:
+        storage = LocalStorage(tmp_path / name)
+        for run_id, _, step in (one.partition(":") for one in checkpoints.split()):
+            commit(storage, int(step), run_id=run_id)
+        return storage
+
+    here, destination = filled("here", source), filled("there", there)
+    manifests = [here.read_manifest(step) for step in here.steps()]
+    if refused is None:
+        check_destination(manifests[-1:], manifests, destination)
+    else:
+        with pytest.raises(CommitConflict, match=rf"there is of another run \({refused}\), which would resume"):
+            check_destination(manifests[-1:], manifests, destination)
+
+
+@pytest.mark.parametrize(("lineage", "known", "fits"), [("run", "", True), ("old", "old", True), ("old", "", False)])
+def test_a_run_that_has_committed_nothing_yet_is_known_by_its_restart_state(
+    source: LocalStorage, destination: Storage, lineage: str, known: str, fits: bool
+) -> None:
+    chosen = [source.read_manifest(5)]
+    if fits:
+        check_destination(chosen, chosen, destination, lineage=lineage, known=known)
+    else:
+        with pytest.raises(CommitConflict, match=r"is of another run .old., which would resume from checkpoint-5"):
+            check_destination(chosen, chosen, destination, lineage=lineage, known=known)
+
+
+def test_all_steps_are_compared_before_the_first_is_copied(source: LocalStorage, destination: Storage) -> None:
+    commit(source, 6)
+    commit(destination, 6, attempt=2)
+    manifests = [source.read_manifest(step) for step in (5, 6)]
+    with pytest.raises(CommitConflict, match=r"is another checkpoint .run run, attempt 2. and is kept"):
+        check_destination(manifests, manifests, destination)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from checkpointing.errors import InvalidCheckpoint
+from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.files.file_images import pieces
 from checkpointing.files.model_conversion import convert
 from checkpointing.files.safetensors_files import safetensors_image
@@ -86,6 +86,52 @@ def test_full_precision_is_that_of_the_optimizer(tmp_path: Path) -> None:
         convert(tmp_path / "in", tmp_path / name, dtype)
         assert [path.name for path in (tmp_path / name).iterdir()] == ["model.safetensors"]
         assert torch.equal(load_file(tmp_path / name / "model.safetensors")["weight"], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_weights_stay_tied_where_they_are_the_optimizers(
+    dtype: torch.dtype, model: LlamaForCausalLM, checkpoint: Path, tmp_path: Path
+) -> None:
+    masters = {name: value.detach().clone() for name, value in model.named_parameters()}
+    (checkpoint / "model.safetensors").unlink()
+    write(checkpoint / "model.safetensors", model.bfloat16().state_dict())
+    write(checkpoint / "master_weights.safetensors", masters)
+    convert(checkpoint, tmp_path / "out", dtype)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert ("lm_head.weight" in stored) == (not model.config.tie_word_embeddings)
+    assert torch.equal(stored["model.embed_tokens.weight"], masters["model.embed_tokens.weight"].to(dtype))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    is_tied = found.lm_head.weight.data_ptr() == found.model.embed_tokens.weight.data_ptr()
+    assert is_tied == model.config.tie_word_embeddings
+
+
+def test_the_optimizers_weight_is_that_of_every_name(tmp_path: Path) -> None:
+    """Also where the optimizer knows a tied weight by another name than the one that is stored."""
+    tied, precise = torch.ones(2, 2).bfloat16(), torch.full((2, 2), 1.0001)
+    write(tmp_path / "in" / "model.safetensors", {"embed": tied, "head": tied, "other": torch.ones(2).bfloat16()})
+    write(tmp_path / "in" / "master_weights.safetensors", {"head": precise})
+    (tmp_path / "out").mkdir()
+    convert(tmp_path / "in", tmp_path / "out", torch.float32)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    weights = [value for name, value in stored.items() if name != "other"]
+    assert len(weights) == 1 and torch.equal(weights[0], precise)
+
+
+@pytest.mark.parametrize("value", [1e5, -3e38])
+def test_a_number_that_the_type_does_not_hold_is_named(value: float, tmp_path: Path) -> None:
+    inf = float("inf")
+    write(tmp_path / "in" / "model.safetensors", {"fits": torch.tensor([6e4, inf]), "large": torch.tensor([value])})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match=r"'large' .* float16, .* --dtype bf16"):
+        convert(tmp_path / "in", tmp_path / "out", torch.float16)
+
+
+def test_infinity_stays_what_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "model.safetensors", {"mask": torch.tensor([float("-inf"), float("nan"), 1.0])})
+    (tmp_path / "out").mkdir()
+    convert(tmp_path / "in", tmp_path / "out", torch.float16)
+    found = load_file(tmp_path / "out" / "model.safetensors")["mask"]
+    assert found[0] == float("-inf") and found[1].isnan() and found[2] == 1
 
 
 def test_numbers_that_are_no_weights_keep_their_type(tmp_path: Path) -> None:

@@ -53,6 +53,12 @@ def test_what_was_pushed_is_not_pushed_again(hub: HubServer, files: dict[str, Pa
     assert len(hub.received) == 1
 
 
+def test_a_marker_is_a_whole_line(hub: HubServer, files: dict[str, Path]) -> None:
+    push_files("me/model", files, title="model", marker="id-5 (model only)", endpoint=hub.url)
+    assert push(hub, files).is_new
+    assert push_files("me/model", files, title="", marker="checkpoint-5", endpoint=hub.url).is_new is False
+
+
 def test_a_failed_push_continues(hub: HubServer, files: dict[str, Path]) -> None:
     hub.fails = 400
     with pytest.raises(CheckpointError, match="the Hub refused the push to me/model"):

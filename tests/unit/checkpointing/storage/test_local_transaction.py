@@ -32,6 +32,14 @@ def test_a_note_that_comes_while_a_save_is_removed(
     assert temporary.exists() is remains
 
 
+def test_a_volume_may_give_what_is_made_to_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS with all_squash, CIFS and FUSE do."""
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    transaction = LocalStorage(tmp_path).begin(5, 1, "abc", continues=True)
+    transaction.write("file", [memoryview(b"whole")])
+    assert transaction.written() == {"file": 5}
+
+
 def test_what_another_user_has_begun_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link in there would lead the files elsewhere."""
     storage = LocalStorage(tmp_path / "run")

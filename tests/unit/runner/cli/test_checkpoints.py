@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers.command_line import run_command
 
-from checkpointing.commit.kept import kept_steps
+from checkpointing.commit import catalog
+from checkpointing.commit.catalog import verify
+from checkpointing.commit.kept import keep, kept_steps
 from checkpointing.commit.protocol import StagedFile, commit_snapshot
 from checkpointing.commit.tiers import TrainingStage
 from checkpointing.format.digest import digest_buffer
-from checkpointing.format.manifest import SnapshotInfo
+from checkpointing.format.manifest import Manifest, SnapshotInfo
 from checkpointing.host import locking
-from checkpointing.storage import LocalStorage
+from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.sidecars import LocalSidecars
 
 LOSSES = {10: 1.0, 20: 0.1, 30: 2.0, 40: 1.5}
@@ -86,6 +89,19 @@ def test_both_tiers_keep_what_they_have(run: Path, tmp_path: Path) -> None:
     assert [kept_steps(storage) for storage in tiers] == [{10}, set()]
 
 
+def test_the_next_checkpoint_of_a_step_is_not_kept(run: Path) -> None:
+    """As after a run has gone back; what was kept is another one, and can be left to retention without it."""
+    place = LocalStorage(run / "checkpoints")
+    assert checkpoints("keep", run / "checkpoint-10", "--label", "mine")[0] == 0
+    other = replace(place.read_manifest(10), attempt=2)
+    (place.root / "checkpoint-10" / "manifest.json").write_bytes(other.to_json())
+    assert "kept" not in checkpoints("list", run)[1]
+    assert checkpoints("prune", run, "--keep-last", 1)[0] == 0 and kept(run) == [20, 40]
+    assert "is left to retention" in checkpoints("unkeep", run / "checkpoint-10")[1]
+    assert kept_steps(place) == set()
+    assert "there is no such checkpoint" in checkpoints("unkeep", run / "checkpoint-10")[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -112,6 +128,16 @@ def test_what_is_pruned_meanwhile_is_not_kept(run: Path, monkeypatch: pytest.Mon
     code, output = checkpoints("keep", run / "checkpoint-10")
     assert code == 2 and "was removed meanwhile; keep another one" in output
     assert kept_steps(place) == set()
+
+
+def test_what_is_kept_while_prune_reads_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(storage: Storage, step: int) -> Manifest:
+        keep(storage, storage.read_manifest(10))
+        return verify(storage, step)
+
+    monkeypatch.setattr(catalog, "verify", read)
+    assert checkpoints("prune", run, "--keep-last", 1)[0] == 0
+    assert kept(run) == [10, 20, 40]
 
 
 def test_several_best_ones_stay(run: Path) -> None:

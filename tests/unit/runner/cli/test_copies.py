@@ -14,6 +14,7 @@ from unit.runner.cli.test_checkpoints import LOSSES, checkpoints, kept, run, sta
 
 from checkpointing.commit.catalog import verify
 from checkpointing.commit.kept import labels
+from checkpointing.commit.tiers import TrainingStage
 from checkpointing.storage import LocalStorage
 
 __all__ = ["run", "stages"]  # fixtures
@@ -40,7 +41,8 @@ def test_a_run_takes_copies_in(run: Path, tmp_path: Path) -> None:
 def test_what_is_kept_is_kept_there_too(run: Path, tmp_path: Path) -> None:
     checkpoints("keep", run / "checkpoint-20", "--label", "best so far")
     checkpoints("copy", run, tmp_path / "there")
-    assert labels(LocalStorage(tmp_path / "there")) == {20: "best so far"}
+    place = LocalStorage(tmp_path / "there")
+    assert labels(place, [place.read_manifest(step) for step in place.steps()]) == {20: "best so far"}
 
 
 def test_later_stages_are_copied_too(stages: Path, tmp_path: Path) -> None:
@@ -68,6 +70,25 @@ def test_what_cannot_be_copied_is_said(run: Path, source: str, destination: str,
 def test_another_run_with_the_same_step_is_not_overwritten(run: Path, stages: Path) -> None:
     code, output = checkpoints("copy", stages / "checkpoints" / "stage-2-dpo", run)
     assert code == 2 and "checkpoint-40 is another checkpoint (run run, attempt 1) and is kept" in output
+
+
+def test_the_stages_of_another_run_are_left_as_they_are(stages: Path, tmp_path: Path) -> None:
+    checkpoints("copy", stages, tmp_path / "there")
+    place, other = LocalStorage(tmp_path / "there"), TrainingStage("stage-2-dpo", 2, 777).to_json()
+    place.sidecars.write("stage-2-dpo.json", other)
+    place.remove(20)
+    code, output = checkpoints("copy", stages, place.root)
+    assert code == 2 and "has another record of stage-2-dpo: it is of another run" in output
+    assert place.sidecars.read("stage-2-dpo.json") == other and 20 not in place.steps()
+
+
+def test_a_run_that_has_begun_there_does_not_get_another_ones(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    place = LocalStorage(tmp_path / "there")
+    place.sidecars.write_restart_state(b'{"attempt": 1, "lineage": "other"}')
+    code, output = checkpoints("copy", run, place.root)
+    assert code == 2 and f"{place.root} is of another run (other), which would resume" in output
+    assert place.steps() == []
 
 
 def test_differences_are_printed_and_counted_by_the_exit_code(tmp_path: Path) -> None:

@@ -102,6 +102,9 @@ def test_the_end_of_a_process_is_told_apart(
     module.write_text("import sys; print('warning', file=sys.stderr); print('why', file=sys.stderr); sys.exit(2)")
     with pytest.raises(UsageError, match=r"^why$"):
         in_a_process("ends")
+    # More than a pipe holds.
+    module.write_text("import sys; sys.stderr.write('x' * 300_000); print('c')")
+    assert in_a_process("ends")
     module.write_text("1 / 0")
     with pytest.raises(RuntimeError, match=r"ends ended with 1:[\s\S]*ZeroDivisionError"):
         in_a_process("ends")

@@ -43,6 +43,16 @@ def adapter(base: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
+def test_a_number_that_the_type_does_not_hold_is_named(base: Path, adapter: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 1e5
+    model.save_pretrained(base)
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' .* float16, .* --dtype bf16 or fp32"):
+        merge(adapter, tmp_path / "out", None, torch.float16, 5_000)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16])
 def test_transformers_loads_the_merged_model(
     base: Path, adapter: Path, tmp_path: Path, dtype: torch.dtype | None
