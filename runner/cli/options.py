@@ -119,7 +119,7 @@ def load_program(options: dict[str, Any], restart: dict[str, Any] | None = None)
     word, args, module, command = (rest.pop(name) for name in ("program", "args", "module", "no_python"))
     program = find_program(word, args, module=module, command=command)
     if program is None:
-        return None, load(rest, restart)
+        return None, _loaded_to_start(rest, restart)
     nested = unnested(program, os.environ)
     check_syntax(nested.inner or nested.program)
     own = {f"launch.{name}": value for name, value in rest.items() if value is not None}
@@ -127,7 +127,15 @@ def load_program(options: dict[str, Any], restart: dict[str, Any] | None = None)
         if key in own and str(own[key]) != str(value):
             name = key.removeprefix("launch.").replace("_", "-")
             raise UsageError(f"--{name} {own[key]} and {said} contradict each other; pass one of them")
-    return nested.program, load(rest, restart, nested.program, nested.settings)
+    return nested.program, _loaded_to_start(rest, restart, nested.program, nested.settings)
+
+
+def _loaded_to_start(options: dict[str, Any], *more: Any) -> Any:
+    from runner.config.checks import check_has_device
+
+    config = load(options, *more)
+    check_has_device(config)
+    return config
 
 
 def load(
