@@ -1,8 +1,8 @@
 """Runs of experiment trackers that a program opens itself: the same run in every attempt.
 
-Trackers begin another run whenever a process starts. The n-th run that a program opens without a name of its own is
-the n-th run of the attempts before, as programs are deterministic up to there. What a program names, by an argument or
-a variable of the environment, is left as it is.
+Trackers begin another run whenever a process starts. The n-th run that a program opens in one place and under one name
+is the n-th such run of the attempts before, whatever else an attempt opens or skips. What a program identifies or
+resumes itself, by an argument, settings or a variable of the environment, is left as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +26,21 @@ logger = logging.getLogger("checkpointing")
 STEP = "train/global_step"
 MLFLOW_TAG = "resilient.run"
 _ID_LENGTH = 16
-_WANDB_VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID")
+# What says which run is meant, by the argument of `wandb.init`, its field of `wandb.Settings`, and its variable.
+_WANDB_OWN = (
+    ("id", "run_id", "WANDB_RUN_ID"),
+    ("resume", "resume", "WANDB_RESUME"),
+    ("fork_from", "fork_from", "WANDB_FORK_FROM"),
+    ("resume_from", "resume_from", "WANDB_RESUME_FROM"),
+    ("sweep_id", "sweep_id", "WANDB_SWEEP_ID"),
+)
+_WANDB_KEY = (
+    ("project", "project", "WANDB_PROJECT"),
+    ("entity", "entity", "WANDB_ENTITY"),
+    ("name", "run_name", "WANDB_NAME"),
+    ("group", "run_group", "WANDB_RUN_GROUP"),
+    ("job_type", "run_job_type", "WANDB_JOB_TYPE"),
+)
 
 # Steps by name. All of them, not the newest: some trackers write out of order, and a killed process leaves gaps.
 Held = dict[str, Collection[int]]
@@ -45,10 +59,11 @@ class ProgramRuns:
     def __init__(self, lineage: str) -> None:
         self._lineage, self._numbers = lineage, Counter[str]()
 
-    def next_name(self, tracker: str) -> str:
-        """Return the name of the next run that the program opens of a tracker."""
-        self._numbers[tracker] += 1
-        text = f"{self._lineage}/{tracker}/{self._numbers[tracker]}"
+    def next_name(self, tracker: str, *key: object) -> str:
+        """Return the name of the next run that the program opens of a tracker, under what it calls this run itself."""
+        kind = json.dumps([self._lineage, tracker, *key], default=str)
+        self._numbers[kind] += 1
+        text = f"{kind}/{self._numbers[kind]}"
         return hashlib.sha256(text.encode()).hexdigest()[:_ID_LENGTH]
 
     @classmethod
@@ -74,17 +89,26 @@ def continue_wandb(runs: ProgramRuns, wandb: Any) -> None:
     @functools.wraps(original)
     def init(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-        is_named = given.get("id") or getattr(given.get("settings"), "run_id", None)
-        is_free = given.get("resume") in (None, "allow") and given.get("mode") != "disabled"
-        if is_named or not is_free or wandb.run is not None or any(map(os.environ.get, _WANDB_VARIABLES)):
+        is_own = any(_said(given, *names) is not None for names in _WANDB_OWN) or given.get("mode") == "disabled"
+        if is_own or wandb.run is not None:
             return original(*args, **kwargs)
-        run = original(*args, **{**kwargs, "id": runs.next_name("wandb"), "resume": "allow"})
+        name = runs.next_name("wandb", *(_said(given, *names) for names in _WANDB_KEY))
+        run = original(*args, **{**kwargs, "id": name, "resume": "allow"})
         runs.add(run.id)
         if run.offline:
             skip_rows(run, held_in_files(run)[1])
         return run
 
     wandb.init = init
+
+
+def _said(given: Mapping[str, Any], argument: str, field: str, variable: str) -> Any:
+    """Return what a program says by an argument of `wandb.init`, its settings or the environment, or None."""
+    settings = given.get("settings")
+    of_settings = settings.get(field) if isinstance(settings, Mapping) else getattr(settings, field, None)
+    return next(
+        (one for one in (given.get(argument), of_settings) if one is not None), os.environ.get(variable) or None
+    )
 
 
 def continue_mlflow(runs: ProgramRuns, mlflow: Any) -> None:
@@ -97,14 +121,16 @@ def continue_mlflow(runs: ProgramRuns, mlflow: Any) -> None:
         is_named = given.get("run_id") or os.environ.get("MLFLOW_RUN_ID")
         if is_named or given.get("nested") or given.get("parent_run_id") or mlflow.active_run() is not None:
             return original(*args, **kwargs)
-        name = runs.next_name("mlflow")
-        found = find_mlflow_run(mlflow, name, given.get("experiment_id"))
+        place = str(given.get("experiment_id") or mlflow.tracking.fluent._get_experiment_id())
+        name = runs.next_name("mlflow", place, given.get("run_name"))
+        found = find_mlflow_run(mlflow, name, place)
         if found is None:
             return original(*args, **{**kwargs, "tags": {**(given.get("tags") or {}), MLFLOW_TAG: name}})
         runs.add(found)
         for one in ("log_param", "log_params"):
             setattr(mlflow, one, _without_refusals(getattr(mlflow, one), mlflow.exceptions.MlflowException))
-        return original(run_id=found)
+        # With its name, tags and system metrics, which count for a run that continues, too.
+        return original(**{**given, "run_id": found})
 
     mlflow.start_run = start_run
 
@@ -118,7 +144,8 @@ def continue_trackio(runs: ProgramRuns, trackio: Any) -> None:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
         if given.get("name") is not None or given.get("resume", "never") == "must":
             return original(*args, **kwargs)
-        return original(*args, **{**kwargs, "name": runs.next_name("trackio"), "resume": "allow"})
+        name = runs.next_name("trackio", given.get("project"), given.get("group"))
+        return original(*args, **{**kwargs, "name": name, "resume": "allow"})
 
     trackio.init = init
 

@@ -23,9 +23,14 @@ attempt, runs = int(sys.argv[1]), ProgramRuns("line")
 for name, module in {"wandb": wandb, "mlflow": mlflow, "trackio": trackio}.items():
     CONTINUED[name](runs, module)
 mlflow.set_experiment("mine")
+if attempt == 0:
+    # It is skipped later.
+    wandb.init(project="mine", name="prepare").finish()
+    mlflow.start_run(run_name="prepare")
+    mlflow.end_run()
 for number in range(2):
     wandb.init(project="mine", config={"attempt": attempt})
-    mlflow.start_run(run_name="mine")
+    mlflow.start_run(run_name="mine", tags={"attempt": str(attempt)})
     mlflow.log_param("same", 1)
     mlflow.log_param("attempt", attempt)
     trackio.init("mine")
@@ -60,7 +65,10 @@ def test_each_run_of_a_program_is_one_run_over_all_attempts(tmp_path: Path) -> N
     by_run: dict[str, list[dict[str, Any]]] = {}
     for file in files:
         by_run.setdefault(file.name, []).extend(wandb_rows(file))
-    assert len(files) == 4 and len(by_run) == 2
+    assert len(files) == 5 and len(by_run) == 3
+    # That of the first attempt alone has no rows.
+    by_run = {name: rows for name, rows in by_run.items() if rows}
+    assert len(by_run) == 2
     for rows in by_run.values():
         # The server takes no row twice.
         assert [row["_step"] for row in rows] == list(range(len(rows))) and len({row["number"] for row in rows}) == 1
@@ -73,8 +81,10 @@ def test_each_run_of_a_program_is_one_run_over_all_attempts(tmp_path: Path) -> N
     client = MlflowClient(settings["MLFLOW_TRACKING_URI"])
     experiment = client.get_experiment_by_name("mine")
     assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id])
-    assert len(runs) == 2 and {run.info.status for run in runs} == {"FINISHED"}
+    runs = client.search_runs([experiment.experiment_id], "attributes.run_name = 'mine'")
+    assert [run.data.tags["attempt"] for run in runs] == ["1", "1"]
+    assert len(client.search_runs([experiment.experiment_id])) == 3
+    assert {run.info.status for run in runs} == {"FINISHED"}
     assert [run.data.params for run in runs] == [{"same": "1", "attempt": "0"}] * 2
     answer = subprocess.run(
         [sys.executable, "-c", READ_TRACKIO], env=os.environ | settings, capture_output=True, text=True, check=True

@@ -10,6 +10,8 @@ import pytest
 from infra.parts import require
 
 from checkpointing.manager.tracker_runs import (
+    _WANDB_KEY,
+    _WANDB_OWN,
     MLFLOW_TAG,
     ProgramRuns,
     continue_mlflow,
@@ -29,8 +31,17 @@ class Wandb:
         self.run: Any = None
         self.calls: list[dict[str, Any]] = []
 
+        # As that of wandb, as far as it is looked at.
         def init(
-            project: str = "", id: str | None = None, resume: Any = None, mode: str = "", settings: Any = None
+            project: str = "",
+            id: str | None = None,
+            name: str | None = None,
+            job_type: str | None = None,
+            mode: str = "",
+            resume: Any = None,
+            resume_from: str | None = None,
+            fork_from: str | None = None,
+            settings: Any = None,
         ) -> Any:
             self.calls.append({"id": id, "resume": resume, "project": project})
             return SimpleNamespace(id=id, offline=False)
@@ -41,8 +52,9 @@ class Wandb:
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID", "MLFLOW_RUN_ID"):
+    for _, _, name in _WANDB_OWN + _WANDB_KEY:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
 
 
 def test_names_are_the_same_in_every_attempt_and_differ_otherwise() -> None:
@@ -56,7 +68,7 @@ def test_the_nth_run_of_wandb_is_that_of_the_attempt_before() -> None:
     attempts = [Wandb(), Wandb()]
     for attempt in attempts:
         attempt.init("mine")
-        attempt.init(project="mine", resume="allow")
+        attempt.init(project="mine")
     assert attempts[0].calls == attempts[1].calls
     (first, second) = attempts[0].calls
     assert first["id"] and first["id"] != second["id"] and first["resume"] == second["resume"] == "allow"
@@ -65,8 +77,10 @@ def test_the_nth_run_of_wandb_is_that_of_the_attempt_before() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"id": "own"}, {"resume": "never"}, {"resume": True}, {"resume": "must"}, {"mode": "disabled"},
-     {"settings": SimpleNamespace(run_id="own")}],
+    [{"id": "own"}, {"resume": "never"}, {"resume": True}, {"resume": False}, {"resume": "must"}, {"mode": "disabled"},
+     {"fork_from": "a?_step=1"}, {"resume_from": "a?_step=1"}, {"settings": {"run_id": "own"}},
+     {"settings": SimpleNamespace(run_id="own")}, {"settings": SimpleNamespace(resume="never")},
+     {"settings": {"fork_from": "a?_step=1"}}],
 )  # fmt: skip
 def test_what_a_program_says_of_its_run_counts(options: dict[str, Any]) -> None:
     wandb = Wandb()
@@ -74,7 +88,29 @@ def test_what_a_program_says_of_its_run_counts(options: dict[str, Any]) -> None:
     assert wandb.calls[0]["id"] == options.get("id") and wandb.calls[0]["resume"] == options.get("resume")
 
 
-@pytest.mark.parametrize("variable", ["WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"])
+def test_an_attempt_that_skips_a_run_continues_its_own_ones() -> None:
+    """The n-th run went by its number alone: training was appended to the run of a preparation that was skipped."""
+    first, second = Wandb(), Wandb()
+    first.init("mine", job_type="prepare")
+    first.init("mine", settings={"run_name": "train"})
+    first.init("mine", name="train")
+    second.init("mine", name="train")
+    second.init("mine", settings=SimpleNamespace(run_name="train"))
+    second.init("other", name="train")
+    ids = [call["id"] for call in first.calls + second.calls]
+    assert ids[3:5] == ids[1:3] and len(set(ids)) == 4
+
+
+@pytest.mark.parametrize("variable", [names[2] for names in _WANDB_KEY])
+def test_the_environment_names_a_run_too(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Wandb(), Wandb()
+    first.init()
+    monkeypatch.setenv(variable, "x")
+    second.init()
+    assert first.calls[0]["id"] != second.calls[0]["id"]
+
+
+@pytest.mark.parametrize("variable", [names[2] for names in _WANDB_OWN])
 def test_what_the_environment_says_of_a_run_counts(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "x")
     wandb = Wandb()
@@ -97,10 +133,18 @@ class Mlflow:
         self.exceptions = SimpleNamespace(MlflowException=Refused)
         self.tracking = SimpleNamespace(fluent=SimpleNamespace(_get_experiment_id=lambda: "0"))
 
+        self.options = list[tuple[Any, ...]]()
+
         def start_run(
-            run_id: str | None = None, experiment_id: Any = None, nested: bool = False, tags: Any = None
+            run_id: str | None = None,
+            experiment_id: Any = None,
+            run_name: str | None = None,
+            nested: bool = False,
+            tags: Any = None,
+            log_system_metrics: bool | None = None,
         ) -> Any:
             self.started.append(run_id)
+            self.options.append((run_name, tags, log_system_metrics))
             if run_id is None:
                 run_id = f"run-{len(self.tags)}"
                 self.tags[(tags or {}).get(MLFLOW_TAG, run_id)] = run_id
@@ -121,7 +165,7 @@ class Mlflow:
         return self
 
     def search_runs(self, places: list[str], condition: str, max_results: int) -> list[Any]:
-        assert places == ["0"] and max_results == 1
+        assert places[0] in ("0", "7") and max_results == 1
         name = condition.partition("= '")[2].rstrip("'")
         return [SimpleNamespace(info=SimpleNamespace(run_id=self.tags[name]))] if name in self.tags else []
 
@@ -132,6 +176,19 @@ def test_the_nth_run_of_mlflow_is_that_of_the_attempt_before() -> None:
     assert [first.start_run(), first.start_run(tags={"own": "1"})] == ["run-0", "run-1"]
     assert [second.start_run(), second.start_run(), second.start_run()] == ["run-0", "run-1", "run-2"]
     assert second.started == ["run-0", "run-1", None]
+
+
+def test_a_run_of_mlflow_is_that_of_its_name_and_experiment() -> None:
+    tags: dict[str, str] = {}
+    first, second = Mlflow(tags), Mlflow(tags)
+    first.start_run(run_name="prepare")
+    first.start_run(run_name="train")
+    first.start_run(experiment_id=7)
+    second.start_run(None, "7")
+    second.start_run(run_name="train", tags={"own": "1"}, log_system_metrics=True)
+    assert second.started == ["run-2", "run-1"]
+    # A run that continues has them, too.
+    assert second.options[1] == ("train", {"own": "1"}, True)
 
 
 def test_other_parameters_end_a_first_attempt_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +223,7 @@ def test_a_run_of_mlflow_with_a_name_or_inside_another_is_left_alone(options: di
 def test_a_run_of_trackio_without_a_name_is_continued() -> None:
     calls: list[tuple[Any, Any]] = []
 
-    def init(project: str, name: str | None = None, resume: str = "never") -> None:
+    def init(project: str, name: str | None = None, group: str | None = None, resume: str = "never") -> None:
         calls.append((name, resume))
 
     for _ in range(2):
@@ -175,6 +232,9 @@ def test_a_run_of_trackio_without_a_name_is_continued() -> None:
         trackio.init("mine")
         trackio.init("mine", "own")
     assert calls[:2] == calls[2:] and calls[0][0] and calls[0][1] == "allow" and calls[1] == ("own", "never")
+    trackio.init("other")
+    trackio.init("mine", group="a")
+    assert len({name for name, _ in calls}) == 4
 
 
 def test_a_file_of_wandb_that_is_no_such_file_has_no_rows(tmp_path: Path) -> None:
