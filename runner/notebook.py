@@ -118,24 +118,17 @@ class _Watched:
         self._step, self._total, self._loss = 0, 0, ""
         self._shown_step = -1
         self._line, self._lines = b"", deque[str](maxlen=100)
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_KERNEL}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _COMMAND.replace("PARENT", str(os.getpid())), "start", *options],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            # An interrupt of the kernel goes to all of its process group.
-            start_new_session=True,
-        )
+        self._options = options
 
     def run(self) -> RunResult:
-        """Follow the run to its end."""
+        """Start the run, and follow it to its end."""
+        # First, as it may fail, and an interrupt may come: nothing stops what runs by then.
         with warnings.catch_warnings():
             # Without ipywidgets the bar is text.
             warnings.simplefilter("ignore")
             from tqdm.auto import tqdm
 
+        self._process = self._started()
         try:
             with tqdm(desc=self._folder.name, unit="step", dynamic_ncols=True) as bar:
                 interrupts = self._outlast(bar)
@@ -148,6 +141,17 @@ class _Watched:
             print(f"{result.state} at step {result.step}: {result.reason}; the same call continues")
             raise KeyboardInterrupt
         return result
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _COMMAND.replace("PARENT", str(os.getpid())), "start", *self._options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={name: value for name, value in os.environ.items() if name not in _OF_THE_KERNEL},
+            # An interrupt of the kernel goes to all of its process group.
+            start_new_session=True,
+        )
 
     def _outlast(self, bar: Any) -> int:
         """Follow the run to its end; returns how often the kernel was interrupted."""
@@ -172,6 +176,10 @@ class _Watched:
                 self._show(bar)
         while self._pass_on(bar, 0.0):
             pass
+        if self._line:
+            # It has no end, as the process was killed.
+            self._say(bar, [self._line])
+            self._line = b""
         self._show(bar)
 
     def _pass_on(self, bar: Any, patience_s: float) -> bool:
@@ -186,12 +194,15 @@ class _Watched:
             time.sleep(min(patience_s, 0.02))
             return False
         *lines, self._line = (self._line + data).split(b"\n")
+        self._say(bar, lines)
+        return True
+
+    def _say(self, bar: Any, lines: list[bytes]) -> None:
         # A progress bar of the script draws over itself.
         texts = [visible(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")) for line in lines]
         self._lines.extend(texts)
         if self._show_output and texts:
             bar.write("\n".join(texts))
-        return True
 
     def _show(self, bar: Any) -> None:
         entries = self._journal.entries()

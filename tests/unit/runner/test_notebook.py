@@ -100,6 +100,42 @@ def test_ends(how: str, code: int, state: str, reason: str, stand_in: Callable[.
     assert result.reason.startswith(reason)
 
 
+def test_a_last_line_without_its_end_is_shown(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in("print('runner: failed: no end of line', end='', flush=True); os._exit(78)")
+    assert start("train.py").reason == "failed: no end of line"
+    assert capsys.readouterr().out.endswith("runner: failed: no end of line\n")
+
+
+def test_nothing_runs_on_if_the_bar_cannot_be_shown(
+    stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process was started before tqdm was imported: an interrupt there left a run that nothing stopped."""
+    stand_in("time.sleep(30)")
+    opened: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def note(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        opened.append(popen(*args, **kwargs))
+        return opened[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", note)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "tqdm.auto", None)
+        with pytest.raises(ImportError):
+            start("train.py")
+    assert not opened
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tqdm.auto.tqdm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start("train.py")
+    assert len(opened) == 1 and opened[0].poll() is not None
+
+
 def interrupt_when(path: Path, times: int) -> None:
     """Interrupt this process, as a kernel is, once there is a file."""
 
