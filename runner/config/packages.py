@@ -14,6 +14,10 @@ from runner.config.schema import Config
 
 # Trackers whose package has another name than they have in `report_to`.
 _TRACKER_MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
+# Modules that pip knows by another name.
+_TRACKER_PACKAGES = {"azureml": "azureml-core"}
+# What transformers takes flash_attention_2 from: the package itself, compiled kernels of the Hub, an NPU's.
+_FLASH_MODULES = ("flash_attn", "kernels", "torch_npu")
 # By a pattern of the name of an optimizer, its module, and what pip installs.
 _OPTIMIZERS = (
     (r"galore_.*", "galore_torch", "galore-torch"),
@@ -33,10 +37,10 @@ def missing_package(config: Config) -> tuple[str, str] | None:
     if config.tracking.aim_repo is not None and not _is_installed("aim"):
         why = not_installed("Aim", "aim") if sys.version_info < (3, 13) else "Aim has no release for Python 3.13"
         return "tracking.aim_repo", f"tracking.aim_repo is set, and {why}; install it, or unset this key"
-    if config.model.attn_implementation == "flash_attention_2" and not _is_installed("flash_attn"):
+    if config.model.attn_implementation == "flash_attention_2" and not any(map(_is_installed, _FLASH_MODULES)):
         key = "model.attn_implementation"
         # It is built by pip, against the torch that is there: an extra of ours could not be installed.
-        return key, f"{key}=flash_attention_2 needs its package; pip install --no-build-isolation flash-attn"
+        return key, f"{key}=flash_attention_2 needs a package; pip install --no-build-isolation flash-attn, or kernels"
     optimizer = str(config.trainer.get("optim"))
     for pattern, module, name in _OPTIMIZERS:
         if re.fullmatch(pattern, optimizer):
@@ -60,7 +64,8 @@ def _missing_tracker(given: object) -> str | None:
         module = _TRACKER_MODULES.get(name, name)
         others = ("tensorboardX",) if name == "tensorboard" else ()
         if name != "kubeflow" and not any(_is_installed(one) for one in (module, *others)):
-            return f"trainer.report_to={name} needs the package; pip install {module.replace('_', '-')}"
+            package = _TRACKER_PACKAGES.get(module, module.replace("_", "-"))
+            return f"trainer.report_to={name} needs the package; pip install {package}"
     return None
 
 

@@ -26,13 +26,17 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tracking": {"aim_repo": "/aim"}}, "tracking.aim_repo", "tracking.aim_repo is set, and Aim "),
         ({"trainer": {"report_to": "wandb"}}, "trainer.report_to", "pip install wandb"),
         ({"trainer": {"report_to": ["tensorboard", "clearml"]}}, "trainer.report_to", "pip install tensorboard"),
-        ({"trainer": {"report_to": "azure_ml"}}, "trainer.report_to", "pip install azureml"),
+        ({"trainer": {"report_to": "azure_ml"}}, "trainer.report_to", "pip install azureml-core"),
         ({"trainer": {"report_to": "nonesuch"}}, "trainer.report_to", "use none, all, azure_ml, comet_ml, mlflow"),
         ({"trainer": {"optim": "galore_adamw"}}, "trainer.optim", "pip install galore-torch"),
         ({"trainer": {"optim": "paged_adamw_8bit"}}, "trainer.optim", "pip install bitsandbytes"),
         ({"trainer": {"optim": "adamw_torch_8bit"}}, "trainer.optim", "pip install torchao"),
         ({"trainer": {"use_liger_kernel": True}}, "trainer.use_liger_kernel", "pip install liger-kernel"),
-        ({"model": {"attn_implementation": "flash_attention_2"}}, "model.attn_implementation", "flash-attn"),
+        (
+            {"model": {"attn_implementation": "flash_attention_2"}},
+            "model.attn_implementation",
+            "flash-attn, or kernels",
+        ),
     ],
 )
 def test_a_package_that_is_missing(sections: dict[str, Any], key: str, part: str) -> None:
@@ -44,6 +48,12 @@ def test_a_package_that_is_missing(sections: dict[str, Any], key: str, part: str
 @pytest.mark.parametrize("trainer", [{}, {"report_to": "none"}, {"report_to": ["all"]}, {"optim": "adamw_torch_fused"}])
 def test_a_job_that_needs_none(trainer: dict[str, Any]) -> None:
     assert missing_package(Config.model_validate({"trainer": trainer})) is None
+
+
+@pytest.mark.parametrize("module", ["flash_attn", "kernels", "torch_npu"])
+def test_attention_that_transformers_finds_elsewhere(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "_is_installed", lambda asked: asked == module)
+    assert missing_package(Config.model_validate({"model": {"attn_implementation": "flash_attention_2"}})) is None
 
 
 def test_packages_that_are_installed() -> None:
