@@ -135,13 +135,21 @@ def load_program(options: dict[str, Any], restart: dict[str, Any] | None = None)
     nested = named_program(options)
     rest = {name: value for name, value in options.items() if name not in _OF_PROGRAM}
     if nested is None:
-        return None, load(rest, restart)
+        return None, _loaded_to_start(rest, restart)
     own = {f"launch.{name}": value for name, value in rest.items() if value is not None}
     for key, value, said in nested.settings:
         if key in own and str(own[key]) != str(value):
             name = key.removeprefix("launch.").replace("_", "-")
             raise UsageError(f"--{name} {own[key]} and {said} contradict each other; pass one of them")
-    return nested.program, load(rest, restart, nested.program, nested.settings)
+    return nested.program, _loaded_to_start(rest, restart, nested.program, nested.settings)
+
+
+def _loaded_to_start(options: dict[str, Any], *more: Any) -> Any:
+    from runner.config.checks import check_has_device
+
+    config = load(options, *more)
+    check_has_device(config)
+    return config
 
 
 def load(

@@ -114,8 +114,6 @@ def is_path(name: str) -> bool:
 
 def _check_nodes(config: Config) -> None:
     launch = config.launch
-    if launch.nproc_per_node == "gpu" and not any(path for name in _DEVICE_FILES for path in DEVICES.glob(name)):
-        raise _Refused("launch.nproc_per_node", _NO_GPU)
     if launch.node_rank >= launch.nnodes > 1 and launch.min_nodes is None:
         raise _Refused(
             "launch.node_rank",
@@ -385,6 +383,16 @@ def check_same_nnodes(own: int, leaders: int) -> None:
             f"this node was started with --nnodes {own}, the leader with --nnodes {leaders}; start all nodes with the "
             "same number"
         )
+
+
+def check_has_device(config: Config) -> None:
+    """Refuse at once what `check_has_gpu` would refuse after torch is loaded, where no device file is there.
+
+    Raises:
+        UsageError: A rank for each GPU was asked for.
+    """
+    if not any(path for name in _DEVICE_FILES for path in DEVICES.glob(name)):
+        check_has_gpu(config)
 
 
 def check_has_gpu(config: Config) -> None:

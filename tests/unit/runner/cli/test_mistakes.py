@@ -264,7 +264,6 @@ VARIABLES = [
     "AWS_BATCH_JOB_NUM_NODES=two",
     "BATCH_SIZE=\x1b[31m",
     "PET_NODE_RANK=first",
-    "PET_NPROC_PER_NODE=gpu",
 ]
 
 
