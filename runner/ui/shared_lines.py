@@ -39,5 +39,8 @@ class SharedLines:
         self._source = source
         _, newline, tail = data.rpartition(b"\n")
         line = (b"" if newline else self._unfinished) + tail
-        # A carriage return at the end erases nothing yet.
-        self._unfinished = line.rstrip(b"\r").rpartition(b"\r")[2]
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2]
+        # A carriage return at the end erases nothing yet, but what comes next does. More than can be drawn again is not
+        # kept: output without line ends has any length.
+        returns = b"\r" if shown and line.endswith(b"\r") else b""
+        self._unfinished = shown[:_LONGEST_BAR_BYTES] + returns

@@ -74,8 +74,41 @@ def test_what_is_too_long_is_not_drawn_again() -> None:
     assert shared.written == b"x" * 5000 + b"\ntext\n"
 
 
+def test_a_bar_that_ends_with_a_carriage_return_is_drawn_over() -> None:
+    shared = Shared(is_terminal=True)
+    for bar in (b" 10%\r", b" 20%\r"):
+        shared.lines.put("rank 0", bar)
+    shared.lines.put("runner", b"text\n")
+    assert shared.written.endswith(b"text\n 20%\r")
+    shared.lines.put("rank 0", b" 30%\r")
+    assert screen(shared.written) == ["text", " 30%"]
+
+
+@pytest.mark.parametrize("piece", [b"." * 1000, b"\r" * 1000], ids=["text", "returns"])
+def test_output_without_line_ends_is_passed_on_and_not_kept(piece: bytes) -> None:
+    """All of it was kept, and copied again with each piece, while all other output waited."""
+    shared = Shared(is_terminal=True)
+    for _ in range(100):
+        shared.lines.put("rank 0", piece)
+    assert shared.written == piece * 100 and len(shared.lines._unfinished) <= 4096
+    shared.lines.put("runner", b"text\n")
+    assert shared.written.endswith((b".\ntext\n", b"text\n" + shared.lines._unfinished))
+
+
+def test_a_bar_after_much_output_without_line_ends_is_drawn_again() -> None:
+    shared = Shared(is_terminal=True)
+    shared.lines.put("rank 0", b"x" * 9000)
+    shared.lines.put("rank 0", b"\r 10%")
+    shared.lines.put("runner", b"text\n")
+    assert shared.written.endswith(b"text\n 10%")
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
-@given(st.lists(st.tuples(st.sampled_from(["one", "two"]), st.sampled_from([b"a\n", b"b", b"\rc", b"d\ne", b"\n"]))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["one", "two"]), st.sampled_from([b"a\n", b"b", b"\rc", b"d\ne", b"e\r", b"\n"]))
+    )
+)
 def test_one_sources_bytes_stay_and_no_line_has_two_sources(is_terminal: bool, said: list[tuple[str, bytes]]) -> None:
     alone, shared = Shared(is_terminal=is_terminal), Shared(is_terminal=is_terminal)
     for source, data in said:
