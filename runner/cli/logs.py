@@ -13,6 +13,8 @@ from runner.errors import UsageError
 
 _LOOK_EVERY_S = 0.2
 _PIECE_BYTES = 1 << 20
+# Of a rank; torchrun's own folders of local ranks, in runs that began with an older version.
+_PATTERNS = ("rank*/std*.log", "*/attempt_0/*/std*.log")
 
 
 @click.command()
@@ -44,10 +46,12 @@ def logs(location: str | None, follow: bool, ranks: tuple[int, ...], attempt: in
             by_rank = logs_of(folder / "logs", number)
             if number == newest and not follow:
                 _check(by_rank, ranks, number)
+            is_last = not follow or over or number < newest
             for rank, paths in by_rank.items():
                 if not ranks or rank in ranks:
                     for path in paths:
-                        printed.print_new(path, f"[rank {rank}] " if len(by_rank) > 1 and len(ranks) != 1 else "")
+                        prefix = f"[rank {rank}] " if len(by_rank) > 1 and len(ranks) != 1 else ""
+                        printed.print_new(path, prefix, is_last=is_last)
         shown = newest
         if not follow or over:
             return
@@ -62,20 +66,22 @@ def _check(by_rank: dict[int, list[Path]], ranks: tuple[int, ...], attempt: int)
 
 
 class _Printed:
-    """Prints files that grow, whole lines at a time."""
+    """Prints files that grow, whole lines at a time, and what is left at the end."""
 
     def __init__(self) -> None:
         self._offsets: dict[Path, int] = {}
 
-    def print_new(self, path: Path, prefix: str) -> None:
+    def print_new(self, path: Path, prefix: str, *, is_last: bool) -> None:
         with path.open("rb") as file:
             file.seek(self._offsets.get(path, 0))
             while data := file.read(_PIECE_BYTES):
-                # A line that is not whole yet is printed later, unless it is longer than a piece.
-                length = data.rfind(b"\n") + 1 or (len(data) if len(data) == _PIECE_BYTES else 0)
+                # A line that is not whole yet is printed later, unless it is longer than a piece or the last one.
+                is_rest = len(data) == _PIECE_BYTES or is_last
+                length = data.rfind(b"\n") + 1 or (len(data) if is_rest else 0)
                 if not length:
                     break
-                for line in data[:length].splitlines():
+                # At these ends alone: a progress bar is one line.
+                for line in data[:length].removesuffix(b"\n").split(b"\n"):
                     click.echo(prefix.encode() + line)
                 file.seek(length - len(data), os.SEEK_CUR)
             self._offsets[path] = file.tell() - len(data)
@@ -91,7 +97,8 @@ def logs_of(folder: Path, attempt: int | None) -> dict[int, list[Path]]:
     if not attempts:
         return {}
     found: dict[int, list[Path]] = {}
-    for path in attempts.get(attempt or max(attempts), Path(folder, "none")).glob("rank*/std*.log"):
+    chosen = attempts.get(attempt or max(attempts), Path(folder, "none"))
+    for path in (path for pattern in _PATTERNS for path in chosen.glob(pattern)):
         if (number := path.parent.name.removeprefix("rank")).isdecimal():
             found.setdefault(int(number), []).append(path)
     return {rank: sorted(paths) for rank, paths in sorted(found.items())}

@@ -48,12 +48,54 @@ def test_the_newest_attempt_is_printed_with_global_ranks(run: Path) -> None:
 
 
 def test_of_one_rank_lines_are_as_they_were_written(run: Path) -> None:
-    assert printed(str(run), "--rank", "3", "--attempt", "1") == ["err 3 of 1", "out 3 of 1"]
+    assert printed(str(run), "--rank", "3", "--attempt", "1") == ["err 3 of 1", "unfinished", "out 3 of 1"]
     assert printed(str(run), "--rank", "3", "--rank", "2", "--attempt", "1")[0] == "[rank 2] err 2 of 1"
 
 
 def test_following_ends_with_the_run(run: Path) -> None:
     assert printed(str(run), "-f", "--rank", "2") == ["err 2 of 2", "out 2 of 2"]
+
+
+@pytest.mark.parametrize("options", [[], ["-f"]])
+def test_a_last_line_without_its_end_is_printed(options: list[str], run: Path) -> None:
+    """That of a process that was killed, or of print(..., end="")."""
+    (run / "logs" / "attempt-2" / "rank2" / "stdout.log").write_text("one\nlast")
+    output = CliRunner().invoke(logs, [str(run), "--rank", "2", *options]).output
+    assert output == "err 2 of 2\none\nlast\n"
+
+
+def test_an_unfinished_line_is_printed_once_while_it_is_followed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole, once it has ended, or the run has."""
+    journal = run / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:-1]))
+    file = run / "logs" / "attempt-2" / "rank2" / "stdout.log"
+    file.write_text("one\nhal")
+    more = iter([("f\nla", ""), ("st", lines[-1])])
+
+    def write(_: float) -> None:
+        text, event = next(more)
+        with file.open("a") as output, journal.open("a") as entries:
+            output.write(text)
+            entries.write(event)
+
+    monkeypatch.setattr("runner.cli.logs.time.sleep", write)
+    assert CliRunner().invoke(logs, [str(run), "-f", "--rank", "2"]).output == "err 2 of 2\none\nhalf\nlast\n"
+
+
+def test_a_bar_is_one_line_as_it_was_written(run: Path) -> None:
+    (run / "logs" / "attempt-2" / "rank2" / "stdout.log").write_bytes(b"\r 10%\r 20%\x0c\nend\r\n")
+    result = CliRunner().invoke(logs, [str(run), "--rank", "2"])
+    assert result.stdout_bytes == b"err 2 of 2\n\r 10%\r 20%\x0c\nend\r\n"
+
+
+def test_logs_of_older_runs_are_found(run: Path) -> None:
+    """torchrun put two more folders in between, and the local rank was the name."""
+    for rank in (0, 1):
+        folder = run / "logs" / "attempt-3" / "run-3_x1" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text(f"old {rank}\n")
+    assert printed(str(run), "--attempt", "3") == ["[rank 0] old 0", "[rank 1] old 1"]
 
 
 def test_lines_of_any_length_are_printed(run: Path) -> None:
