@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +16,19 @@ from checkpointing.commit.reading import pieces_of, read_private
 from checkpointing.commit.shard_reading import ShardReaders, index_of, read_range, recorded_files
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.format.digest import RunningDigest, algorithm_of, digesting
-from checkpointing.format.layout import MASTER_NAME, MODEL_NAME, is_of_training
+from checkpointing.format.layout import (
+    MASTER_NAME,
+    MODEL_INDEX_NAME,
+    MODEL_NAME,
+    MOST_MODEL_BYTES,
+    divided,
+    is_of_training,
+)
 from checkpointing.format.manifest import Manifest
 from checkpointing.format.shard_index import FOLDER, INDEX_NAME, SpreadFile
 from checkpointing.storage import Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX
 from checkpointing.storage.durable import fsync_tree, write_file
-
-# What Hugging Face writes into one file of weights at most.
-_MOST_BYTES = 5 * 10**9
 
 
 def export_checkpoint(
@@ -222,9 +226,9 @@ def _put_together(
         if without(name):
             continue
         outputs = [_Output(name, 0, file.nbytes)]
-        if name == MODEL_NAME and file.nbytes > _MOST_BYTES:
+        if name == MODEL_NAME and file.nbytes > MOST_MODEL_BYTES:
             outputs, weights = _divided(file, readers)
-            write_file(folder / f"{MODEL_NAME}.index.json", [memoryview(json.dumps(weights, indent=2).encode())])
+            write_file(folder / MODEL_INDEX_NAME, [memoryview(json.dumps(weights, indent=2).encode())])
         _write_from_shards(file, readers, folder, outputs, copied)
 
 
@@ -272,25 +276,21 @@ def _divided(file: SpreadFile, readers: ShardReaders) -> tuple[list[_Output], di
     begin = 8 + int.from_bytes(_bytes_of(file, readers, 0, 8), "little")
     header = json.loads(_bytes_of(file, readers, 8, begin))
     metadata = header.pop("__metadata__", {})
-    groups: list[dict[str, Mapping[str, object]]] = [{}]
-    bounds: list[tuple[int, int]] = []
-    start = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        first, last = entry["data_offsets"]
-        if groups[-1] and last - start > _MOST_BYTES:
-            bounds.append((start, first))
-            groups.append({})
-            start = first
-        groups[-1][name] = {**entry, "data_offsets": [first - start, last - start]}
-    bounds.append((start, file.nbytes - begin))
-    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    entries = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
+    bounds = {name: entry["data_offsets"] for name, entry in entries.items()}
+    groups = divided({name: last - first for name, (first, last) in bounds.items()}, MOST_MODEL_BYTES)
     outputs = []
-    for name, group, (first, last) in zip(names, groups, bounds, strict=True):
-        text = json.dumps({"__metadata__": metadata, **group}, separators=(",", ":")).encode()
+    for name, group in groups.items():
+        # The format allows no gaps between tensors.
+        start, end = bounds[group[0]][0], bounds[group[-1]][1]
+        placed = {
+            key: {**entries[key], "data_offsets": [bounds[key][0] - start, bounds[key][1] - start]} for key in group
+        }
+        text = json.dumps({"__metadata__": metadata, **placed}, separators=(",", ":")).encode()
         # Tensors begin at multiples of 8 bytes, as in the files that the format's own library writes.
         text = text.ljust(-(-len(text) // 8) * 8)
-        outputs.append(_Output(name, begin + first, begin + last, len(text).to_bytes(8, "little") + text))
-    weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        outputs.append(_Output(name, begin + start, begin + end, len(text).to_bytes(8, "little") + text))
+    weight_map = {tensor: name for name, group in groups.items() for tensor in group}
     return outputs, {"metadata": {"total_size": file.nbytes - begin}, "weight_map": weight_map}
 
 

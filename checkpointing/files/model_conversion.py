@@ -19,19 +19,26 @@ import torch
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.files.file_images import pieces
 from checkpointing.files.safetensors_files import mapped_state, safetensors_image
-from checkpointing.format.layout import ADAPTER_NAME, MASTER_NAME, MODEL_NAME, is_of_training
+from checkpointing.format.layout import (
+    ADAPTER_NAME,
+    MASTER_NAME,
+    MODEL_INDEX_NAME,
+    MODEL_NAME,
+    MOST_MODEL_BYTES,
+    divided,
+    is_of_training,
+)
 from checkpointing.format.manifest import MANIFEST_NAME
 from checkpointing.process.device import HostDevice
 from checkpointing.storage.durable import write_file
 
-# As Hugging Face.
-MOST_BYTES = 5 * 10**9
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_INDEX_NAME = f"{MODEL_NAME}.index.json"
 _WINDOW_BYTES = 16 * 1024 * 1024
 
 
-def convert(source: Path, target: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = MOST_BYTES) -> None:
+def convert(
+    source: Path, target: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = MOST_MODEL_BYTES
+) -> None:
     """Write the model of a checkpoint, with its configuration and tokenizer, to a directory.
 
     Args:
@@ -59,7 +66,7 @@ def convert(source: Path, target: Path, dtype: torch.dtype | None = None, max_sh
         if (
             path.is_file()
             and path not in paths
-            and name not in (MANIFEST_NAME, _INDEX_NAME)
+            and name not in (MANIFEST_NAME, MODEL_INDEX_NAME)
             and not is_of_training(name)
         ):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -84,11 +91,12 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
 def _write(
     target: Path, name: str, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, max_shard_bytes: int
 ) -> None:
-    groups = _groups(state, dtype, max_shard_bytes if name == MODEL_NAME else sys.maxsize)
+    groups = _groups(state, dtype, max_shard_bytes)
+    if name != MODEL_NAME:
+        groups = {name: list(state)}
     weight_map: dict[str, str] = {}
     total = 0
-    for number, group in enumerate(groups, 1):
-        file = name if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+    for file, group in groups.items():
         converted = _converted({key: state[key] for key in group}, dtype)
         image = safetensors_image(file, converted)
         window = memoryview(bytearray(min(_WINDOW_BYTES, image.nbytes)))
@@ -99,25 +107,17 @@ def _write(
         total += sum(converted[key].nbytes for key in owners.values())
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (target / _INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        (target / MODEL_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _groups(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, max_bytes: int) -> list[list[str]]:
-    """Return the names of each file, in their order; tied weights are in the file of the first of them."""
-    groups: list[list[str]] = [[]]
-    places: dict[tuple[object, ...], list[str]] = {}
-    filled = 0
+def _groups(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, max_bytes: int) -> dict[str, list[str]]:
+    """Return the names in each file, in their order; tied weights are in the file of the first of them."""
+    names: dict[tuple[object, ...], list[str]] = {}
     for key, tensor in state.items():
-        group = places.get(_identity(tensor))
-        if group is None:
-            nbytes = tensor.numel() * _wanted(tensor, dtype).itemsize
-            if groups[-1] and filled + nbytes > max_bytes:
-                groups.append([])
-                filled = 0
-            filled += nbytes
-            group = places[_identity(tensor)] = groups[-1]
-        group.append(key)
-    return groups
+        names.setdefault(_identity(tensor), []).append(key)
+    sizes = {group[0]: state[group[0]].numel() * _wanted(state[group[0]], dtype).itemsize for group in names.values()}
+    tied = {group[0]: group for group in names.values()}
+    return {file: [key for first in group for key in tied[first]] for file, group in divided(sizes, max_bytes).items()}
 
 
 def _converted(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("source", type=Path)
     made.add_argument("target", type=Path)
     made.add_argument("--dtype", choices=DTYPES)
-    made.add_argument("--max-shard-bytes", type=int, default=MOST_BYTES)
+    made.add_argument("--max-shard-bytes", type=int, default=MOST_MODEL_BYTES)
     return made
 
 

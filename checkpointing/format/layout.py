@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 MODEL_NAME = "model.safetensors"
+# As Hugging Face; larger ones are divided, and have an index.
+MOST_MODEL_BYTES = 5 * 10**9
+MODEL_INDEX_NAME = f"{MODEL_NAME}.index.json"
 # Instead, where only a part of the model is trained; PEFT's name.
 ADAPTER_NAME = "adapter_model.safetensors"
 WEIGHTS_NAMES = (MODEL_NAME, ADAPTER_NAME)
@@ -29,6 +34,24 @@ NOT_FINITE_FOLDER = "not-finite"
 LOOP_STATE_PREFIX = "loop_state_"
 # Every rank's record of its last steps.
 STEP_RECORD_PREFIX = "step_record_"
+
+
+def divided(sizes: Mapping[str, int], most_bytes: int = MOST_MODEL_BYTES) -> dict[str, list[str]]:
+    """Return the names of the tensors in each of a model's files, in order, given their sizes in bytes.
+
+    Only a file of a single tensor has more than `most_bytes`.
+    """
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes.items():
+        if groups[-1] and filled + nbytes > most_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    if len(groups) == 1:
+        return {MODEL_NAME: groups[0]}
+    return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
 def loop_state_name(rank: int) -> str:

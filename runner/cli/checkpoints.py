@@ -176,11 +176,13 @@ def unkeep(checkpoint: str) -> None:
     from checkpointing.commit.kept import kept_steps
     from checkpointing.commit.kept import unkeep as unkeep_copy
 
-    location, step = split_checkpoint(checkpoint)
+    location, named = split_checkpoint(checkpoint)
     keeping = [
-        tiers for _, tiers in stages_of(location) if any(step in kept_steps(storage) for storage in tiers.nearest_first)
+        tiers
+        for _, tiers in stages_of(location)
+        if any(named in kept_steps(storage) for storage in tiers.nearest_first)
     ]
-    tiers, step = (keeping[0], step) if len(keeping) == 1 else tiers_with(checkpoint)
+    tiers, step = (keeping[0], named) if named is not None and len(keeping) == 1 else tiers_with(checkpoint)
     places = [storage for storage in tiers.nearest_first if step in kept_steps(storage)]
     for storage in places:
         unkeep_copy(storage, step)

@@ -79,7 +79,7 @@ def test_each_part_of_a_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_large_model_becomes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "_MOST_BYTES", 100)
+    monkeypatch.setattr(export, "MOST_MODEL_BYTES", 100)
     storage = LocalStorage(tmp_path / "run")
     commit_spread(storage, 5, COLUMNS)
     export_checkpoint(storage, 5, tmp_path / "out")
