@@ -30,7 +30,8 @@ model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.BatchNorm1d(300)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=FUSED)
 average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
 manager = CheckpointManager(
-    folder, model=model, optimizer=optimizer, states={"average": average}, snapshot_steps=None, overlap=overlap)
+    folder, model=model, optimizer=optimizer, states={"average": average}, snapshot_steps=None, overlap=overlap,
+    keep_last=None)
 manager.resume()
 
 def digest():
