@@ -11,6 +11,10 @@ MODEL_INDEX_NAME = f"{MODEL_NAME}.index.json"
 # Instead, where only a part of the model is trained; PEFT's name.
 ADAPTER_NAME = "adapter_model.safetensors"
 WEIGHTS_NAMES = (MODEL_NAME, ADAPTER_NAME)
+# What else may hold a model or an adapter, in the order in which Hugging Face's libraries choose; an index names the
+# files of a model that is in parts.
+ANY_MODEL_NAMES = (MODEL_NAME, MODEL_INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
+ANY_ADAPTER_NAMES = (ADAPTER_NAME, "adapter_model.bin")
 # Parameters in full precision, by the model's names, where the optimizer has these and the model a shorter type.
 MASTER_NAME = "master_weights.safetensors"
 OPTIMIZER_NAME = "optimizer.pt"

@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 
 from checkpointing.commit.catalog import verify
 from checkpointing.errors import CheckpointError
+from checkpointing.format.layout import ANY_ADAPTER_NAMES, ANY_MODEL_NAMES
 from checkpointing.resume.agreement import own_checkpoint
 
-# In the order in which Hugging Face's libraries choose; an index names the files of a model that is in parts.
-_MODELS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _OPTION = "--init-from"
 
 
@@ -110,11 +108,14 @@ def _plain(name: str) -> str:
 def _files(folder: Path) -> list[Path]:
     """Return the files with weights, each tensor in one of them; raises CheckpointError."""
     # A whole model before its adapter.
-    found = [next(filter(Path.is_file, (folder / name for name in names)), None) for names in (_MODELS, _ADAPTERS)]
+    found = [
+        next(filter(Path.is_file, (folder / name for name in names)), None)
+        for names in (ANY_MODEL_NAMES, ANY_ADAPTER_NAMES)
+    ]
     if not any(found):
         raise CheckpointError(
-            f"{_OPTION} {folder}: no {', '.join((*_MODELS, *_ADAPTERS))}; give the folder of a model or a checkpoint "
-            "(of one that is in shards, what runner checkpoints export makes of it)"
+            f"{_OPTION} {folder}: no {', '.join(ANY_MODEL_NAMES + ANY_ADAPTER_NAMES)}; give the folder of a model or a "
+            "checkpoint (of one that is in shards, what runner checkpoints export makes of it)"
         )
     return [file for one in found if one is not None for file in _parts(one)]
 

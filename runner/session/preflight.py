@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
+from checkpointing.format.layout import ANY_ADAPTER_NAMES, ANY_MODEL_NAMES
 from checkpointing.host import limits, locking
 from checkpointing.storage import Storage
 from checkpointing.storage.durable import replace_file
@@ -33,14 +34,7 @@ from runner.session.identity import JobIdentity, differences, summarised
 # The agent has a lock file of its own there.
 LOCK_NAME = ".supervisor.lock"
 # A folder with one of these is a starting point, whether a stock Trainer wrote it or this project.
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)
+_WEIGHTS = (*ANY_MODEL_NAMES, *ANY_ADAPTER_NAMES)
 _STATE = "trainer_state.json"
 _RETRY_S = 1.0
 # Of a run of one rank: runner, agent, launcher, fork server, and their threads; 2 ranks have 50 at most.
