@@ -182,6 +182,11 @@ class Attempt:
         """Whether the ranks are being killed, or are about to be."""
         return self._kill_at is not None
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer of a program has taken a step."""
+        return self._stepped_at > 0
+
     def heartbeats(self) -> list[Heartbeat]:
         """Return the newest heartbeat of each rank of this node."""
         return self._helpers.heartbeats(self._nproc)

@@ -201,6 +201,11 @@ class Node:
         """Whether the ranks of the running attempt save when they are asked to stop; True without one."""
         return self._attempt is None or self._attempt.graceful.saves
 
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether the program takes steps, and nothing of it is saved; not known while it loads."""
+        return self._attempt is not None and self._attempt.has_stepped and not self._attempt.graceful.saves
+
     def save_now(self) -> int:
         """Have the ranks commit their state at the next step, in the next attempt if this one does not come to that.
 

@@ -203,7 +203,7 @@ class Follower:
     def _each_turn(self, node: Node) -> None:
         """Handle the leader and requests while an attempt runs."""
         self._turn()
-        self._session.pass_on_save(node.save_now, saves=node.saves)
+        self._session.pass_on_save(node.save_now, saves=not node.saves_nothing)
         if node.busy != self._busy_sent:
             self._busy_sent = node.busy
             self._member.send(messages.Busy(busy=self._busy_sent))

@@ -300,7 +300,7 @@ class Supervisor:
         """Handle stop requests and other nodes while an attempt runs."""
         self._record.copy_journal(self._node, self._session.monotonic())
         self._session.announce_stop(self._members.announce_stop, saves=self._node.saves)
-        self._session.pass_on_save(self._node.save_now, saves=self._node.saves)
+        self._session.pass_on_save(self._node.save_now, saves=not self._node.saves_nothing)
         if self._samples.learn(
             self._node.checkpoints.batch, len(self._members.nodes) * self._members.limits.local_ranks
         ):

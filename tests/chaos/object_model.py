@@ -309,6 +309,7 @@ class ObjectScripts:
             # What a user keeps; nothing, here.
             yield Op("list", "records/keep-", idle=True)
         for step in doomed:
+            yield Op("list", "records/keep-", idle=True)
             yield from self.remove(step)
 
     def remove(self, step: int) -> Script:

@@ -239,7 +239,7 @@ class FakeNode:
         self.run_id, self.shape = run_id, (1, 2)
         self.others_busy = self.busy = False
         self.is_training, self.is_warm, self.has_state, self.leads, self.pauses = True, True, False, False, 0
-        self.saves, self.num_saves_asked = True, 0
+        self.saves, self.saves_nothing, self.num_saves_asked = True, False, 0
         self.agent_pid = 1
         self.drained, self.closed, self.has_agent = True, False, True
         self.plan: list[AttemptResult | Callable[[FakeNode], AttemptResult]] = []

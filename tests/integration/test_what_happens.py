@@ -30,7 +30,11 @@ LEFT_OUT = re.compile(
     r"|Failed to load CPU|\[transformers\] |\t|checkpointing: checkpoints are kept at"
 )
 # Progress, which depends on how fast the machine is: the step, what is committed or skipped, what a start is busy with.
-OF_THE_MOMENT = re.compile(r"\[ *[\d.]+s\] (.* · .*|committed \d+|.* …)$| +\d+ skipped, 0 failed$")
+OF_THE_MOMENT = re.compile(
+    r"\[ *[\d.]+s\] (.* · .*|committed \d+|.* …|.* repeated bit for bit)$| +\d+ skipped, 0 failed$|  repeated "
+)
+# A slow machine has not made the snapshot of the very last step.
+RECOMPUTED = re.compile(r"; recomputing \d+ steps$")
 # Names of runs, digests, which of two ranks is heard first, and figures other than exit codes and numbers of attempts.
 VARIABLE = re.compile(
     r"(?<=run )[0-9a-f]{12}\b|\b[0-9a-f]{32}\b|rank ?\d+|(?<!code )(?<!attempt )(?<!attempt-)\b\d+(\.\d+)?"
@@ -98,7 +102,8 @@ def kept(output: str) -> list[str]:
 
 def compared(lines: list[str]) -> list[str]:
     """The lines without what varies. What several ranks say at once is sorted, behind what the runner says."""
-    same = [re.sub(r" +", " ", VARIABLE.sub("N", line)) for line in lines if not OF_THE_MOMENT.match(line)]
+    lines = [RECOMPUTED.sub("", line) for line in lines if not OF_THE_MOMENT.match(line)]
+    same = [re.sub(r" +", " ", VARIABLE.sub("N", line)) for line in lines]
     ranks = [line for line in same if not re.match(r"\[ N| |run", line)]
     return [line for line in same if line not in ranks] + sorted(ranks)
 
