@@ -27,7 +27,7 @@ RECORD = "WHAT_HAPPENS_RECORD" in os.environ
 # Python's tracebacks in training, what libraries say of themselves, and where checkpoints are kept.
 LEFT_OUT = re.compile(
     r"    [a-z][a-z -]+ +\d[\d.]* s +[\d.]+ %$|  (checkpoints|journal|logs) +/|\[rank\d\]:   |\[rank\d\]:\[[WE]"
-    r"|Failed to load CPU|\[transformers\] |\t|checkpointing: checkpoints are kept at"
+    r"|Failed to load |W\d{4} \d\d:|\[transformers\] |\t|checkpointing: checkpoints are kept at"
 )
 # Progress, which depends on how fast the machine is: the step, what is committed or skipped, what a start is busy with.
 OF_THE_MOMENT = re.compile(
