@@ -55,33 +55,31 @@ def slow_ranks_of(folder: Path) -> list[SlowRanks]:
     return [event for event in found if isinstance(event, SlowRanks)]
 
 
-def test_a_rank_whose_data_is_slow_is_named(tmp_path: Path) -> None:
-    """All wait for it before they compute, as the Trainer counts the tokens of all ranks."""
-    (tmp_path / "train.py").write_text(TRAINER)
+def output_of(program: str, ranks: int, folder: Path) -> str:
+    """Run a program to its end; return what the console shows."""
+    (folder / "train.py").write_text(program)
     done = subprocess.run(
-        [*RUNNER, "start", "--output-dir", "run", "--nproc-per-node", "3", "train.py"],
-        cwd=tmp_path,
+        [*RUNNER, "start", "--output-dir", "run", "--nproc-per-node", str(ranks), "train.py"],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_rank_whose_data_is_slow_is_named(tmp_path: Path) -> None:
+    """All wait for it before they compute, as the Trainer counts the tokens of all ranks."""
+    output = output_of(TRAINER, 3, tmp_path)
     (event,) = slow_ranks_of(tmp_path)
     assert (event.ranks, event.between_steps) == ([2], [2]) and event.ratios[0] > 1.3
-    assert "between steps" in done.stdout + done.stderr
+    assert "between steps" in output
 
 
 def test_a_slow_rank_is_named_until_it_is_as_fast_as_the_others(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [*RUNNER, "start", "--output-dir", "run", "--nproc-per-node", "2", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output = output_of(SCRIPT, 2, tmp_path)
     first, second = slow_ranks_of(tmp_path)
     assert (first.ranks, first.nodes) == ([1], [0]) and first.ratios[0] > 1.3
     assert second.ranks == []
-    assert "rank 1 on node 0: " in done.stdout + done.stderr
+    assert "rank 1 on node 0: " in output
